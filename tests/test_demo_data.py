@@ -105,9 +105,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(
         demo.demo_model(progress=False)
 
 
-def _race(
-    target: Path, barrier: "multiprocessing.synchronize.Barrier", results: "multiprocessing.Queue[str]"
-) -> None:
+def _race(target: Path, barrier: Barrier, results: "multiprocessing.Queue[str]") -> None:
     def convert(base: Path, mlx_path: Path) -> None:
         mlx_path.mkdir()
         (mlx_path / "config.json").write_text("{}")

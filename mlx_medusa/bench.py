@@ -1,0 +1,401 @@
+"""Time decoder steps and whole transcriptions on this machine, beside mlx-whisper where that is installed."""
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from mlx_medusa import blas
+from mlx_medusa.demo import cache_dir, demo_model
+from mlx_medusa.errors import AudioError, MedusaError, OptionError, OutputError
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+    import numpy as np
+
+WIDTHS = range(1, 9)  # rows of a verifier pass
+CONTEXT = 24  # rows in the cache when a step is timed
+STEPS_PER_RUN = 6  # a step is this many times shorter, so it is timed this many times more often
+PEER = "mlx-whisper"
+
+Report = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds that one action took, over ``runs`` runs."""
+
+    median: float
+    minimum: float
+    maximum: float
+    runs: int
+
+
+def interleave(actions: Mapping[str, Callable[[], object]], runs: int, warm_up: int = 1) -> dict[str, Timing]:
+    """Time each action ``runs`` times, in turns, so that a slow moment of the machine hits all of them."""
+    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    for run in range(warm_up + runs):
+        for name, action in actions.items():
+            start = perf_counter()
+            action()
+            elapsed = perf_counter() - start
+            if run >= warm_up:
+                seconds[name].append(elapsed)
+    return {name: Timing(statistics.median(s), min(s), max(s), len(s)) for name, s in seconds.items()}
+
+
+# --- mlx-whisper with the same weights ---
+
+PEER_NAMES = (  # our (Hugging Face) names -> OpenAI's, applied in this order
+    ("model.", ""),
+    (".layers.", ".blocks."),
+    ("encoder_attn_layer_norm", "cross_attn_ln"),
+    ("self_attn_layer_norm", "attn_ln"),
+    ("final_layer_norm", "mlp_ln"),
+    ("encoder_attn", "cross_attn"),
+    ("self_attn", "attn"),
+    ("q_proj", "query"),
+    ("k_proj", "key"),
+    ("v_proj", "value"),
+    ("out_proj", "out"),
+    ("fc1", "mlp1"),
+    ("fc2", "mlp2"),
+    ("encoder.layer_norm", "encoder.ln_post"),
+    ("decoder.layer_norm", "decoder.ln"),
+    ("decoder.embed_tokens", "decoder.token_embedding"),
+    ("decoder.embed_positions.weight", "decoder.positional_embedding"),
+)
+
+
+def peer_name(name: str) -> str:
+    """The OpenAI name of one of our parameters."""
+    for ours, theirs in PEER_NAMES:
+        name = name.replace(ours, theirs)
+    return name
+
+
+def write_peer_folder(model: Any, config: Mapping[str, Any], folder: Path) -> Path:
+    """Write a loaded model as mlx-whisper reads it, in float32, which is what a CPU is fastest with."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    parameters: Any = tree_flatten(model.parameters())
+    weights = {
+        peer_name(name): array.astype(mx.float32)
+        for name, array in parameters
+        if name != "model.encoder.embed_positions.weight"  # mlx-whisper computes these sines
+    }
+    mx.save_safetensors(str(folder / "weights.safetensors"), weights)
+    dimensions = {
+        "n_mels": config["num_mel_bins"],
+        "n_audio_ctx": config.get("max_source_positions", 1500),
+        "n_audio_state": config["d_model"],
+        "n_audio_head": config["encoder_attention_heads"],
+        "n_audio_layer": config["encoder_layers"],
+        "n_vocab": config["vocab_size"],
+        "n_text_ctx": config.get("max_target_positions", 448),
+        "n_text_state": config["d_model"],
+        "n_text_head": config["decoder_attention_heads"],
+        "n_text_layer": config["decoder_layers"],
+    }
+    (folder / "config.json").write_text(json.dumps({"model_type": "whisper", **dimensions}))
+    return folder
+
+
+# --- what is timed ---
+
+
+def step_actions(model: Any, mel: "mx.array", tokens: Sequence[int]) -> dict[str, Callable[[], "mx.array"]]:
+    """Our decoder over 1 to 8 rows behind ``tokens``: pass, projection, the best token of each row."""
+    import mlx.core as mx
+
+    from mlx_medusa.medusa.cache import KVCache
+    from mlx_medusa.medusa.decode import chain_pass
+
+    cache = KVCache(model.num_layers, model.attend(model.encode(mel[None])))
+    mx.eval(chain_pass(model, tokens, cache))
+
+    def step(width: int) -> mx.array:
+        logits = model.logits(chain_pass(model, [tokens[-1]] * width, cache))
+        mx.eval(mx.argmax(logits, axis=-1))
+        cache.rewind(width)
+        return logits
+
+    return {str(width): lambda width=width: step(width) for width in WIDTHS}  # type: ignore[misc]
+
+
+def peer_step_action(folder: Path, mel: "mx.array", tokens: Sequence[int]) -> Callable[[], "mx.array"]:
+    """mlx-whisper's decoder over one row behind ``tokens``, as its own decoding loop calls it."""
+    import mlx.core as mx
+    from mlx_whisper.load_models import load_model
+
+    model = load_model(str(folder), mx.float32)
+    encoded = model.encoder(mel[None])
+    _, filled, _ = model.decoder(mx.array([list(tokens)]), encoded)
+    mx.eval(encoded, filled)
+
+    def step() -> mx.array:
+        # the decoder replaces the list's entries; the arrays in them stay as they are
+        logits, _, _ = model.decoder(mx.array([[tokens[-1]]]), encoded, kv_cache=list(filled))
+        mx.eval(mx.argmax(logits, axis=-1))
+        return logits
+
+    return step
+
+
+def transcribe_action(folder: Path, clips: Sequence["np.ndarray"], texts: list[str]) -> Callable[[], None]:
+    """Transcribe all clips with our engine, without heads; the texts are left in ``texts``."""
+    import mlx_medusa
+
+    transcriber = mlx_medusa.load(folder, medusa=False)
+
+    def transcribe() -> None:
+        texts[:] = [transcriber.transcribe(clip).text for clip in clips]
+
+    return transcribe
+
+
+def peer_transcribe_action(
+    folder: Path, clips: Sequence["np.ndarray"], texts: list[str]
+) -> Callable[[], None]:
+    """Transcribe all clips with mlx-whisper under the options that our engine has."""
+    import mlx_whisper
+
+    def transcribe() -> None:
+        texts[:] = [
+            mlx_whisper.transcribe(
+                clip,
+                path_or_hf_repo=str(folder),
+                language="en",
+                temperature=0.0,
+                without_timestamps=True,
+                condition_on_previous_text=False,
+                compression_ratio_threshold=None,
+                logprob_threshold=None,
+                no_speech_threshold=None,
+                fp16=False,
+            )["text"]
+            for clip in clips
+        ]
+
+    return transcribe
+
+
+# --- the whole run ---
+
+
+def measure(folder: Path, paths: Sequence[Path], runs: int) -> Report:
+    """Time everything on one model folder and some clips."""
+    import numpy as np
+
+    from mlx_medusa import audio, models
+
+    clips = [np.concatenate(list(audio.read_blocks(path))) for path in paths]
+    model, config = models.load(folder)
+    mel = audio.log_mel(clips[0], config["num_mel_bins"])
+    tokens = [config.get("decoder_start_token_id", 50257), *range(1000, 1000 + CONTEXT - 1)]
+    peer = importlib.util.find_spec("mlx_whisper") is not None
+    if not peer:
+        say(f'{PEER} is not installed, so its rows are left out: pip install "mlx-medusa[bench]"')
+
+    with tempfile.TemporaryDirectory(prefix="mlx-medusa-bench-") as temporary:
+        steps: dict[str, Callable[[], object]] = {**step_actions(model, mel, tokens)}
+        ours: list[str] = []
+        theirs: list[str] = []
+        whole = {"mlx-medusa": transcribe_action(folder, clips, ours)}
+        if peer:
+            other = write_peer_folder(model, config, Path(temporary))
+            steps[PEER] = peer_step_action(other, mel, tokens)
+            whole[PEER] = peer_transcribe_action(other, clips, theirs)
+        say(f"decoder steps, {runs * STEPS_PER_RUN} runs")
+        step_times = interleave(steps, runs * STEPS_PER_RUN, warm_up=3)
+        say(f"transcriptions of {len(clips)} clips, {runs} runs")
+        times = interleave(whole, runs)
+
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": versions(),
+        "model": folder.name,
+        "clips": [path.name for path in paths],
+        "audio_seconds": round(sum(map(len, clips)) / audio.SAMPLE_RATE, 3),
+        "cached_rows": CONTEXT,
+        "step_seconds": {name: asdict(timing) for name, timing in step_times.items()},
+        "transcription_seconds": {name: asdict(timing) for name, timing in times.items()},
+        "same_text": [a.strip() == b.strip() for a, b in zip(ours, theirs, strict=True)] if peer else None,
+        "ratios": ratios(step_times, times),
+    }
+
+
+def ratios(steps: Mapping[str, Timing], whole: Mapping[str, Timing]) -> dict[str, float]:
+    """The medians that matter, one over the other."""
+    found = {"5 rows / 1 row": steps["5"].median / steps["1"].median}
+    if PEER in steps:
+        found[f"1 row / {PEER}'s step"] = steps["1"].median / steps[PEER].median
+        found[f"transcription / {PEER}'s"] = whole["mlx-medusa"].median / whole[PEER].median
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+def machine() -> Report:
+    """What the figures were taken on."""
+    import mlx.core as mx
+
+    return {
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+        "device": mx.default_device().type.name,
+        "openblas": blas_in_place(),
+    }
+
+
+def processor() -> str:
+    """The processor's name."""
+    try:
+        if sys.platform == "darwin":
+            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except (OSError, subprocess.CalledProcessError):
+        pass
+    return platform.processor() or platform.machine()
+
+
+def blas_in_place() -> bool | None:
+    """Whether OpenBLAS is loaded for MLX; None where MLX does not need it."""
+    if not sys.platform.startswith("linux"):
+        return None
+    return "/libopenblas" in Path("/proc/self/maps").read_text()
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that matter for speed."""
+    found = {"python": platform.python_version()}
+    for name in ("mlx-medusa", "mlx", PEER):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+# --- command line ---
+
+
+def table(report: Report) -> str:
+    """The report as text."""
+    lines = [
+        f"{report['machine']['processor']}, {report['machine']['cores']} cores, "
+        f"MLX {report['versions'].get('mlx', '?')} on {report['machine']['device']}, {report['model']}",
+        "",
+        f"{'':30}{'median':>10}{'min':>10}{'max':>10}",
+    ]
+    rows = {
+        f"step, {n} {'row' if n == '1' else 'rows'}": t
+        for n, t in report["step_seconds"].items()
+        if n != PEER
+    }
+    if PEER in report["step_seconds"]:
+        rows[f"step, 1 row, {PEER}"] = report["step_seconds"][PEER]
+    for name, timing in report["transcription_seconds"].items():
+        rows[f"{report['audio_seconds']} s of speech, {name}"] = timing
+    for label, timing in rows.items():
+        values = (timing["median"], timing["minimum"], timing["maximum"])
+        lines.append(f"{label:30}" + "".join(f"{value * 1000:7.1f} ms" for value in values))
+    lines += ["", *(f"{label}: {value}" for label, value in report["ratios"].items())]
+    if report["same_text"] is not None:
+        lines.append(f"same text as {PEER}: {sum(report['same_text'])} of {len(report['same_text'])} clips")
+    return "\n".join(lines)
+
+
+def find_clips() -> list[Path]:
+    """The five LibriVox clips, fetched with the script of the source tree if they are not in the cache."""
+    script = Path(__file__).parents[1] / "examples" / "fetch_speech.py"
+    if script.is_file():
+        subprocess.run([sys.executable, str(script)], stdout=subprocess.DEVNULL, check=False)
+    clips = sorted((cache_dir() / "speech-1" / "librivox").glob("*.wav"))
+    if not clips:
+        raise AudioError("there are no clips to time: name some with --audio FILE ...")
+    return clips
+
+
+def find_model(chosen: Path | None) -> Path:
+    """The model folder to time: the chosen one, or the demo model."""
+    folder = chosen or demo_model()
+    if folder is None:
+        raise OptionError('no model: name a folder with --model, or pip install "mlx-medusa[demo]"')
+    return folder
+
+
+def write_json(report: Report, path: Path) -> None:
+    """Write the report beside its place, then rename it, so that no half of it is ever seen."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(report, indent=2) + "\n")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OutputError(f"{path}: {error.strerror or error}; choose another file with --json") from error
+
+
+def say(line: str) -> None:
+    print(f"bench: {line}", file=sys.stderr)
+
+
+def count(text: str) -> int:
+    """A positive whole number, for argparse."""
+    if (value := int(text)) < 1:
+        raise ValueError
+    return value
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    result = argparse.ArgumentParser(prog="python -m mlx_medusa.bench", description=__doc__)
+    result.add_argument("--model", type=Path, metavar="FOLDER", help="model folder (default: the demo model)")
+    result.add_argument(
+        "--audio", type=Path, nargs="+", metavar="FILE", help="clips (default: five of LibriVox)"
+    )
+    result.add_argument(
+        "--runs", type=count, default=5, metavar="N", help="timed transcriptions (default: 5)"
+    )
+    result.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON")
+    result.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    options = parser().parse_args(arguments)
+    try:
+        if options.json is not None and not options.json.parent.is_dir():
+            raise OutputError(f"{options.json}: there is no folder {options.json.parent}")
+        blas.print_notice()
+        report = measure(find_model(options.model), options.audio or find_clips(), options.runs)
+        print(table(report))
+        if options.json is not None:
+            write_json(report, options.json)
+    except MedusaError as error:
+        if options.debug:
+            raise
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
