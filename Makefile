@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 INSTALLED := $(VENV)/installed
 SOURCES := mlx_medusa convert examples tests
 
