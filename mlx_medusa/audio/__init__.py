@@ -1,4 +1,4 @@
-"""Any audio source -> 16 kHz mono float32 blocks -> log-mel windows. Heavy imports wait for their first use."""
+"""Any audio source -> 16 kHz mono float32 blocks -> log-mel windows. Heavy imports wait for first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -45,7 +45,7 @@ def _filters(n_mels: int) -> mx.array:
 
 
 def mel_filters(n_mels: int) -> np.ndarray:
-    """Triangles of equal area, evenly spaced on the Slaney mel scale from 0 to 8 kHz: [201, n_mels] float64."""
+    """Triangles of equal area, even on the Slaney mel scale from 0 to 8 kHz: [201, n_mels] float64."""
     bins = np.linspace(0, SAMPLE_RATE / 2, FRAME // 2 + 1)[:, None]
     edges = _mel_to_hz(np.linspace(0, _hz_to_mel(SAMPLE_RATE / 2), n_mels + 2))
     low, peak, high = edges[:-2], edges[1:-1], edges[2:]

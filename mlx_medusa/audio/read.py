@@ -39,8 +39,8 @@ def read_blocks(source: Source) -> Iterator[np.ndarray]:
 
     ``source`` is a path, the bytes of an audio file, a binary file object (read from where it stands; it need
     not seek), or a 1-D array that is 16 kHz mono already (floating point, or int16, which is scaled).
-    Channels are averaged. Audio without a frame yields nothing. Do not write to the blocks of an array: they may
-    share its memory.
+    Channels are averaged. Audio without a frame yields nothing. Do not write to the blocks of an array: they
+    may share its memory.
 
     Raises AudioError, at the first block or later: a damaged file may fail after some of it was yielded.
     """

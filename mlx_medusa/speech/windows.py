@@ -18,11 +18,11 @@ class Window:
 
 
 def windows(blocks: Iterable[np.ndarray], size: int = 480_000) -> Iterator[Window]:
-    """Yield the audio of ``blocks`` as windows of at most ``size`` samples that follow each other without a gap.
+    """Yield the audio of ``blocks`` (float32 [n]) as consecutive windows of at most ``size`` samples.
 
     Longer audio is cut in the middle of the quietest 0.25 s of the last third of each window, and so that
-    a sixth of a window (5 s of 30) is left for the last one. The cuts do not depend on the sizes of the blocks.
-    No samples, no window.
+    a sixth of a window (5 s of 30) is left for the last one. Nothing is lost or repeated, and the cuts do
+    not depend on the sizes of the blocks. No samples, no window.
     """
     rest = size // 6
     held: list[np.ndarray] = []
@@ -48,7 +48,7 @@ def windows(blocks: Iterable[np.ndarray], size: int = 480_000) -> Iterator[Windo
 
 
 def _quietest(audio: np.ndarray, begin: int) -> int:
-    """The sample in the middle of the least energy in ``audio[begin:]``; the last such place, if it is a tie."""
+    """The sample amid the 0.25 s of least energy in ``audio[begin:]``; the last such place, if it is a tie."""
     hops = (len(audio) - begin) // _HOP
     if hops < _QUIET:
         return len(audio)

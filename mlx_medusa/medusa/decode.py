@@ -1,0 +1,233 @@
+"""Greedy decoding with drafts: prefill, then rounds of propose, verify, accept.
+
+What comes out is what plain greedy decoding writes: a draft is kept only where it equals the token that the verifier
+itself picks under the rules. Plain greedy decoding is the same loop with width 1, that is without drafts.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Protocol
+
+import mlx.core as mx
+
+from mlx_medusa.errors import OptionError
+from mlx_medusa.medusa.cache import KVCache
+from mlx_medusa.medusa.rules import Rule, pick
+
+
+class Verifier(Protocol):
+    """What the loop needs from a model."""
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that a sequence may hold, prompt included."""
+        ...
+
+    def step(self, tokens: mx.array, positions: mx.array, mask: mx.array | None, cache: KVCache) -> mx.array:
+        """Tokens and positions [B, W], mask [B, 1, W, length + W] bool or None (all visible) -> hidden [B, W, D].
+
+        Writes W rows of K/V. ``hidden`` are the vectors that feed the vocabulary projection.
+        """
+        ...
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """[..., D] -> [..., V]"""
+        ...
+
+
+class Drafter(Protocol):
+    """Something that guesses the tokens after the pending one."""
+
+    @property
+    def max_drafts(self) -> int:
+        """The most tokens that ``propose`` can guess."""
+        ...
+
+    def begin(self, memory: mx.array | None) -> None:
+        """Start a sequence; ``memory`` is what the verifier attends to besides its past (Whisper: encoder output)."""
+        ...
+
+    def propose(self, hidden: mx.array, pending: int, count: int) -> list[int]:
+        """Guess at most ``count`` tokens after ``pending``; ``hidden`` [1, 1, D] is the state that predicted it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where a sequence ends: with the first token of ``eos``, or after ``max_tokens`` (eos included)."""
+
+    eos: frozenset[int]
+    max_tokens: int
+
+
+@dataclass
+class State:
+    """A sequence under way. Its last token is pending: decided, but its K/V are not in the cache yet."""
+
+    tokens: list[int]  # prompt and decided tokens
+    begin: int  # length of the prompt
+    cache: KVCache
+    hidden: mx.array  # [1, W, D] of the last pass
+    at: int  # the row of ``hidden`` that predicted the pending token
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tokens decided by one pass, in order."""
+
+    tokens: list[int]
+    logprobs: mx.array  # [len(tokens)] float32, log probabilities under the rules
+    finish_reason: str | None  # "stop" (a token of eos), "length" (token or context limit), None: it goes on
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the verifier says to W rows."""
+
+    hidden: mx.array  # [1, W, D]
+    picks: list[int]  # the verifier's own next token after each row
+    logits: mx.array  # [W, V] float32, under the rules
+
+
+@dataclass
+class Statistics:
+    """Counts over the rounds of one or more sequences; the token that prefill decides is not among them."""
+
+    tokens: int = 0  # decided by rounds
+    rounds: int = 0  # verifier passes after prefill
+    drafted: int = 0  # guesses offered to the verifier
+    accepted: int = 0  # guesses among ``tokens``
+    accepted_per_head: list[int] = field(default_factory=list)  # by distance from the pending token
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+
+    @property
+    def tokens_per_verify(self) -> float:
+        """Mean number of tokens that a verifier pass decides; 0 without a pass."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    def count(self, run: Run, drafts: list[int]) -> None:
+        """Add one round."""
+        accepted = matching(drafts, run.tokens)
+        self.tokens += len(run.tokens)
+        self.rounds += 1
+        self.drafted += len(drafts)
+        self.accepted += accepted
+        self.accepted_per_head += [0] * (len(drafts) - len(self.accepted_per_head))
+        for head in range(accepted):
+            self.accepted_per_head[head] += 1
+
+
+def matching(drafts: Sequence[int], picks: Sequence[int]) -> int:
+    """How many drafts, from the first on, are what the verifier picks."""
+    pairs = list(zip(drafts, picks, strict=False))
+    return next((i for i, (draft, chosen) in enumerate(pairs) if draft != chosen), len(pairs))
+
+
+def chain_pass(verifier: Verifier, tokens: Sequence[int], cache: KVCache) -> mx.array:
+    """One pass over W tokens that follow the cached ones, each seeing those before it: hidden [1, W, D]."""
+    width, start = len(tokens), cache.length
+    positions = mx.arange(start, start + width)
+    mask = None
+    if width > 1:
+        mask = (mx.arange(start + width)[None] <= positions[:, None])[None, None]  # [1, 1, W, start + W]
+    return verifier.step(mx.array([list(tokens)]), positions[None], mask, cache)
+
+
+def prefill(
+    verifier: Verifier, prompt: Sequence[int], cache: KVCache, limits: Limits, rules: Sequence[Rule] = ()
+) -> tuple[State, Run]:
+    """Read the prompt into an empty cache and decide the first token. The same call with and without drafts.
+
+    ``state.hidden`` holds the states of the whole prompt. Raises OptionError if the prompt leaves no room for a token.
+    """
+    if not 0 < len(prompt) < verifier.max_length:
+        raise OptionError(f"a prompt of {len(prompt)} tokens does not fit a context of {verifier.max_length}")
+    hidden = chain_pass(verifier, prompt, cache)
+    picks, logits = pick(rules, [prompt], verifier.logits(hidden[0, -1:]))
+    state = State(list(prompt), len(prompt), cache, hidden, len(prompt) - 1)
+    return state, _append(verifier, state, picks.tolist(), logits, limits)
+
+
+def propose(drafter: Drafter | None, state: State, count: int) -> list[int]:
+    """Guess up to ``count`` tokens after the pending one."""
+    if drafter is None or count < 1:
+        return []
+    return drafter.propose(state.hidden[:, state.at : state.at + 1], state.tokens[-1], count)
+
+
+def verify(verifier: Verifier, state: State, drafts: list[int], rules: Sequence[Rule]) -> Verdict:
+    """One pass over the pending token and the drafts, each row under the rules of its own prefix."""
+    kept = state.cache.length
+    try:
+        hidden = chain_pass(verifier, [state.tokens[-1], *drafts], state.cache)
+        prefixes = [state.tokens + drafts[:row] for row in range(len(drafts) + 1)]
+        picks, logits = pick(rules, prefixes, verifier.logits(hidden[0]))
+        return Verdict(hidden, picks.tolist(), logits)
+    except BaseException:  # an interrupt too must leave the cache as it was
+        state.cache.rewind(state.cache.length - kept)
+        raise
+
+
+def accept(verifier: Verifier, state: State, drafts: list[int], verdict: Verdict, limits: Limits) -> Run:
+    """Keep the drafts that the verifier picks too, then its own token; rewind the cache to what that needs."""
+    picks = verdict.picks[: matching(drafts, verdict.picks) + 1]
+    base = state.cache.length - len(verdict.picks)
+    run = _append(verifier, state, picks, verdict.logits, limits)
+    state.hidden, state.at = verdict.hidden, len(run.tokens) - 1
+    state.cache.keep(base, list(range(base, base + len(run.tokens))))
+    return run
+
+
+def generate(
+    verifier: Verifier,
+    state: State,
+    first: Run,
+    limits: Limits,
+    *,
+    rules: Sequence[Rule] = (),
+    drafter: Drafter | None = None,
+    memory: mx.array | None = None,
+    width: int = 1,
+    statistics: Statistics | None = None,
+) -> Iterator[Run]:
+    """Yield the runs of a prefilled sequence, ``first`` included, until one has a finish reason.
+
+    ``width`` is the number of rows of a verifier pass, that is one more than the drafts. The caller may stop at any
+    run: the cache then holds every token of ``state`` but the pending one.
+    """
+    statistics = statistics if statistics is not None else Statistics()
+    if drafter is not None:
+        drafter.begin(memory)
+    run = first
+    yield run
+    while run.finish_reason is None:
+        start = perf_counter()
+        drafts = propose(drafter, state, min(width - 1, _room(verifier, state, limits) - 1))
+        middle = perf_counter()
+        verdict = verify(verifier, state, drafts, rules)
+        run = accept(verifier, state, drafts, verdict, limits)
+        statistics.count(run, drafts)
+        statistics.draft_seconds += middle - start
+        statistics.verify_seconds += perf_counter() - middle
+        yield run
+
+
+def _room(verifier: Verifier, state: State, limits: Limits) -> int:
+    """How many more tokens may be decided."""
+    return min(state.begin + limits.max_tokens, verifier.max_length) - len(state.tokens)
+
+
+def _append(verifier: Verifier, state: State, picks: list[int], logits: mx.array, limits: Limits) -> Run:
+    """Append ``picks`` up to the first end; row i of ``logits`` [W, V] decided ``picks[i]``."""
+    room = _room(verifier, state, limits)
+    end = next((i + 1 for i, token in enumerate(picks) if token in limits.eos), None)
+    tokens = picks[: min(end or len(picks), room)]
+    reason = "stop" if end == len(tokens) else "length" if len(tokens) == room else None
+    state.tokens += tokens
+    rows = logits[: len(tokens)]
+    chosen = mx.take_along_axis(rows, mx.array(tokens)[:, None], axis=-1)[:, 0]
+    logprobs = chosen - mx.logsumexp(rows, axis=-1)
+    mx.async_eval(logprobs)  # nobody waits for it, but it must let go of the logits
+    return Run(tokens, logprobs, reason)

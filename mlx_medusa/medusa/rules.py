@@ -1,0 +1,109 @@
+"""Everything that edits logits, and the one function that picks the next token under it.
+
+A rule is a pure function of (tokens so far, logits row). It is given W rows at once, each with the prefix that row
+would have in plain decoding, so that a verified draft sees exactly the rules it would have seen one token at a time.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+
+Prefix = Sequence[int]  # prompt and decided tokens before a row
+
+
+class Rule(Protocol):
+    def __call__(self, prefixes: Sequence[Prefix], logits: mx.array) -> mx.array:
+        """Prefixes of W rows and their logits [W, V] float32 -> edited logits [W, V]."""
+        ...
+
+
+def pick(rules: Sequence[Rule], prefixes: Sequence[Prefix], logits: mx.array) -> tuple[mx.array, mx.array]:
+    """The next token of each row under the rules: (ids [W] uint32, edited logits [W, V] float32).
+
+    The highest logit wins, of equal ones the lowest id. Plain decoding and the verifier both call this.
+    """
+    logits = logits.astype(mx.float32)
+    for rule in rules:
+        logits = rule(prefixes, logits)
+    return mx.argmax(logits, axis=-1), logits
+
+
+def _ban(ids: Sequence[int], vocab_size: int) -> mx.array:
+    """[V] float32: -inf at ``ids``, 0 elsewhere."""
+    bias = np.zeros(vocab_size, dtype=np.float32)
+    bias[list(ids)] = -np.inf
+    return mx.array(bias)
+
+
+class Suppress:
+    """Tokens that are never written."""
+
+    def __init__(self, ids: Sequence[int], vocab_size: int):
+        self._bias = _ban(ids, vocab_size)
+
+    def __call__(self, prefixes: Sequence[Prefix], logits: mx.array) -> mx.array:
+        return logits + self._bias
+
+
+class SuppressAtBegin:
+    """Tokens that may not come first, that is right after a prompt of ``begin`` tokens."""
+
+    def __init__(self, ids: Sequence[int], vocab_size: int, begin: int):
+        self._bias = _ban(ids, vocab_size)
+        self._begin = begin
+
+    def __call__(self, prefixes: Sequence[Prefix], logits: mx.array) -> mx.array:
+        first = [len(prefix) == self._begin for prefix in prefixes]
+        if not any(first):
+            return logits
+        return mx.where(mx.array(first)[:, None], logits + self._bias, logits)
+
+
+class Timestamps:
+    """Whisper's timestamp grammar, as ``ApplyTimestampRules`` of openai/whisper.
+
+    Timestamps are the ids from ``timestamp_begin`` on. They come in pairs (end of a segment, begin of the next) except
+    before ``eos``, never go back, the first token is one of at most ``max_initial`` steps (None: no limit), and one
+    is forced where their total probability exceeds that of every single other token.
+    """
+
+    def __init__(
+        self, timestamp_begin: int, eos: int, no_timestamps: int, begin: int, max_initial: int | None = None
+    ):
+        self._first = timestamp_begin
+        self._eos = eos
+        self._no_timestamps = no_timestamps
+        self._begin = begin
+        self._max_initial = max_initial
+
+    def __call__(self, prefixes: Sequence[Prefix], logits: mx.array) -> mx.array:
+        banned = np.stack([self._banned(prefix, logits.shape[-1]) for prefix in prefixes])
+        logits = mx.where(mx.array(banned), -mx.inf, logits)
+        text, stamps = logits[:, : self._first], logits[:, self._first :]
+        force = mx.logsumexp(stamps, axis=-1, keepdims=True) > mx.max(text, axis=-1, keepdims=True)
+        return mx.concatenate([mx.where(force, -mx.inf, text), stamps], axis=-1)
+
+    def _banned(self, prefix: Prefix, vocab_size: int) -> np.ndarray:
+        """[V] bool: what may not follow ``prefix``."""
+        banned = np.zeros(vocab_size, dtype=bool)
+        banned[self._no_timestamps] = True
+        written = prefix[self._begin :]
+        stamps = [token for token in written if token >= self._first]
+        if not written:
+            banned[: self._first] = True
+            if self._max_initial is not None:
+                banned[self._first + self._max_initial + 1 :] = True
+            return banned
+        after_stamp = written[-1] >= self._first
+        paired = len(written) < 2 or written[-2] >= self._first
+        if after_stamp and paired:
+            banned[self._first :] = True
+        elif after_stamp:
+            banned[: self._eos] = True
+        if stamps:
+            # an end may equal the begin of the segment that follows, but no segment has zero length
+            floor = stamps[-1] if after_stamp and not paired else stamps[-1] + 1
+            banned[self._first : floor] = True
+        return banned

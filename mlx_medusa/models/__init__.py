@@ -1,0 +1,45 @@
+"""One file per architecture, as in mlx-lm. A new one is a file here and a line in ``ARCHITECTURES``."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_medusa import checkpoint
+from mlx_medusa.errors import CheckpointError
+
+ARCHITECTURES = {"whisper": "whisper"}  # config.json's model_type -> module in this package
+
+
+def build(config: dict[str, Any], source: str | Path = "config.json") -> nn.Module:
+    """The model that ``config`` describes, with lazy random weights.
+
+    Raises CheckpointError if the architecture is not known or a setting that it needs is missing.
+    """
+    model_type = config.get("model_type")
+    if model_type not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise CheckpointError(f"{source}: model_type {model_type!r} is not supported (supported: {known})")
+    module = import_module(f"mlx_medusa.models.{ARCHITECTURES[model_type]}")
+    return module.Model(module.ModelArgs.from_config(config, source))
+
+
+def load(folder: Path, dtype: mx.Dtype | None = None) -> tuple[Any, dict[str, Any]]:
+    """Read a model folder: (model with its weights in memory, config).
+
+    ``dtype`` casts the weights that are not quantized; None keeps what the folder holds, except on a CPU
+    backend, where everything becomes float32 (half precision and quantized matrices are 4 to 10 times
+    slower there). Raises CheckpointError if the folder does not hold exactly this model.
+    """
+    config = checkpoint.read_config(folder)
+    model: Any = build(config, folder / "config.json")
+    checkpoint.load_into(
+        model,
+        model.sanitize(checkpoint.read_arrays(folder)),
+        quantization=config.get("quantization"),
+        dtype=dtype,
+        source=folder,
+    )
+    return model, config

@@ -1,0 +1,69 @@
+"""Whisper's tokens: the text ones through ``tokenizers``, the special ones by name."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from mlx_medusa.errors import CheckpointError
+from mlx_medusa.speech.languages import LANGUAGES
+
+
+class WhisperTokenizer:
+    """The tokenizer and the generation settings of a model folder."""
+
+    def __init__(self, tokenizer: Tokenizer, generation_config: dict[str, Any], source: str | Path):
+        self._tokenizer = tokenizer
+        self._source = source
+        self.is_multilingual: bool = generation_config["is_multilingual"]
+        self.suppressed: list[int] = generation_config.get("suppress_tokens") or []
+        self.suppressed_at_begin: list[int] = generation_config.get("begin_suppress_tokens") or []
+        self.eot = self._id("<|endoftext|>")
+        self.sot = self._id("<|startoftranscript|>")
+        self.no_timestamps = self._id("<|notimestamps|>")
+        self.timestamp_begin = self.no_timestamps + 1
+        self.no_speech = self._id("<|nospeech|>", "<|nocaptions|>")
+        self.tasks = {task: self._id(f"<|{task}|>") for task in ("transcribe", "translate")}
+        ids = (
+            {code: tokenizer.token_to_id(f"<|{code}|>") for code in LANGUAGES} if self.is_multilingual else {}
+        )
+        self.languages: dict[str, int] = {code: token for code, token in ids.items() if token is not None}
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "WhisperTokenizer":
+        """Read tokenizer.json and generation_config.json; CheckpointError if one is missing or broken."""
+        path = folder / "tokenizer.json"
+        settings = folder / "generation_config.json"
+        for needed in (path, settings):
+            if not needed.is_file():
+                raise CheckpointError(f"{needed}: missing from the model folder; convert the model again")
+        try:
+            config = json.loads(settings.read_text(encoding="utf-8"))
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises a bare Exception
+            raise CheckpointError(
+                f"{path}: cannot be read as a tokenizer ({error}); convert the model again"
+            ) from error
+        if not isinstance(config, dict) or not isinstance(config.get("is_multilingual"), bool):
+            raise CheckpointError(f"{settings}: 'is_multilingual' is missing; convert the model again")
+        return cls(tokenizer, config, path)
+
+    def _id(self, *names: str) -> int:
+        for name in names:
+            token = self._tokenizer.token_to_id(name)
+            if token is not None:
+                return token
+        raise CheckpointError(f"{self._source}: has no token {names[0]}, so it is no Whisper tokenizer")
+
+    def prompt(self, language: str | None, task: str) -> list[int]:
+        """The tokens before the text, without timestamps; ``language`` is a code and needed when multilingual."""
+        if not self.is_multilingual:
+            return [self.sot, self.no_timestamps]
+        assert language is not None
+        return [self.sot, self.languages[language], self.tasks[task], self.no_timestamps]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of the tokens, special ones left out."""
+        return self._tokenizer.decode([token for token in tokens if token < self.eot])

