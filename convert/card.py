@@ -1,0 +1,41 @@
+"""The model card of a converted folder."""
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from convert.pipeline import Report
+
+_REPO = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def model_card(base: str, report: "Report") -> str:
+    """README.md: what hubs read in the front matter, and how to use the folder.
+
+    A base that is a local path is left out: it says nothing to others.
+    """
+    from_hub = bool(_REPO.fullmatch(base)) and not base.startswith(".")
+    front = ["library_name: mlx", "pipeline_tag: automatic-speech-recognition", "tags:", "- mlx", "- whisper"]
+    front += ["- medusa"] if report.heads else []
+    front += [f"base_model: {base}"] if from_hub else []
+    origin = (
+        f"[{base}](https://huggingface.co/{base})" if from_hub else f"a {report.kind} checkpoint of Whisper"
+    )
+    weights = f"{report.bits_per_weight:.2f} bits per weight" if report.quantized else report.dtype
+    heads = f", with {report.heads['num_heads']} Medusa heads" if report.heads else ""
+    return "\n".join(
+        [
+            "---",
+            *front,
+            "---",
+            "",
+            "# Whisper for MLX",
+            "",
+            f"Converted from {origin} by mlx-medusa ({weights}{heads}).",
+            "",
+            "```shell",
+            "python -m mlx_medusa.transcribe --model . speech.wav",
+            "```",
+            "",
+        ]
+    )

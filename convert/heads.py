@@ -1,0 +1,217 @@
+"""Read Medusa heads in the layouts that are around, and write medusa.safetensors.
+ Layouts (i: head, l: block): ``medusa_head_{i}.{l}.linear.*`` in a wrapper dict (jburtoft),
+``heads.{i}.mlp.{l}.linear.*`` with adapter_config.json or ``head_{i}: {mlp.{l}.linear.*}`` under
+"heads_state" (MERaLiON), ``{i}.{l}.linear.*`` with or without the head's own projection ``{i}.{L}.weight``,
+also under ``medusa_head.`` (FasterDecoding), and our own file.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from convert import torch_files
+from convert.quantize import Recipe
+from mlx_medusa import checkpoint
+from mlx_medusa.checkpoint import HEADS_FILE, ShardWriter, read_arrays, read_json, resolve
+from mlx_medusa.errors import CheckpointError, OptionError
+from mlx_medusa.shards import read_header
+
+PATTERNS = ("*.json", "*.safetensors", "*.pt")
+FILES = (HEADS_FILE, "medusa_heads.safetensors", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
+WRAPPERS = ("heads", "heads_state")
+
+_HEAD = r"(?:medusa_heads?[._]|heads?[._])?(\d+)\."
+_BLOCK = re.compile(_HEAD + r"(?:mlp\.)?(\d+)\.linear\.(weight|bias)")
+_PROJECTION = re.compile(_HEAD + r"(\d+)\.weight")
+
+Arrays = dict[str, mx.array]
+
+
+def read_heads(path_or_repo: str | Path) -> tuple[dict[str, Any], Arrays]:
+    """(``medusa`` config, arrays stacked over the heads) of a file, a folder or a hub repository.
+
+    Arrays: layers.{l}.weight [K, D, D], layers.{l}.bias [K, D], and projection.weight [K, V, D] if the
+    heads have their own. Raises CheckpointError, which names the file and the tensor, for keys that are
+    unknown, missing or of unequal shapes, and for weights that are not finite.
+    """
+    path = _find_file(resolve(path_or_repo, patterns=PATTERNS))
+    if path.suffix == ".safetensors" and "medusa" in read_header(path)[1]:
+        own = checkpoint.read_heads(path)
+        assert own is not None  # only a folder can be without heads
+        config, arrays = own
+    else:
+        arrays = _stack(_flatten(path), path)
+        heads, dim = arrays["layers.0.bias"].shape
+        layers = sum(name.endswith(".bias") for name in arrays)
+        tied = "projection.weight" not in arrays
+        config = {
+            "type": "medusa",
+            "num_heads": heads,
+            "num_layers": layers,
+            "hidden_size": dim,
+            "tied": tied,
+        }
+    _check_adapter(path.parent / "adapter_config.json", config)
+    for name, array in arrays.items():
+        if mx.issubdtype(array.dtype, mx.floating) and not mx.all(mx.isfinite(array)).item():
+            raise CheckpointError(f"{path}: {name} holds NaN or infinity; the training of these heads failed")
+    return config, arrays
+
+
+def _find_file(path: Path) -> Path:
+    if path.is_file():
+        return path
+    for name in FILES:
+        if (path / name).is_file():
+            return path / name
+    found = [file for file in sorted(path.iterdir()) if file.suffix in (".pt", ".safetensors")]
+    if len(found) == 1:
+        return found[0]
+    raise CheckpointError(
+        f"{path}: {len(found) or 'no'} files may hold heads; name one, or call it {FILES[1]}"
+    )
+
+
+def _flatten(path: Path) -> Arrays:
+    """The tensors of a heads file by their full names."""
+    if path.suffix in (".safetensors", ".npz"):
+        return read_arrays(path)
+    content = torch_files.load(path)
+    if isinstance(content, Mapping):
+        content = next((content[key] for key in WRAPPERS if isinstance(content.get(key), Mapping)), content)
+    flat: Arrays = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, part in value.items():
+                walk(f"{prefix}.{key}" if prefix else str(key), part)
+        elif hasattr(value, "untyped_storage"):
+            flat[prefix] = torch_files.to_mlx(value)
+        else:
+            raise CheckpointError(
+                f"{path}: {prefix or 'the file'} is a {type(value).__name__}, not a tensor of heads"
+            )
+
+    walk("", content)
+    return flat
+
+
+def _stack(flat: Arrays, path: Path) -> Arrays:
+    """Sort tensors into [head][part] by their names, then stack the heads."""
+    parts: dict[str, dict[int, mx.array]] = {}
+    projections: dict[int, dict[int, mx.array]] = {}
+    for name, array in flat.items():
+        if match := _BLOCK.fullmatch(name):
+            head, layer, kind = match.groups()
+            parts.setdefault(f"layers.{int(layer)}.{kind}", {})[int(head)] = array
+        elif match := _PROJECTION.fullmatch(name):
+            head, layer = match.groups()
+            projections.setdefault(int(layer), {})[int(head)] = array
+        else:
+            raise CheckpointError(f"{path}: tensor {name!r} is in no layout of Medusa heads that is known")
+    layers = 1 + max((int(part.split(".")[1]) for part in parts), default=-1)
+    if projections and set(projections) != {layers}:
+        raise CheckpointError(
+            f"{path}: the heads' projections are not block {layers}, after their last block"
+        )
+    if projections:
+        parts["projection.weight"] = projections[layers]
+    heads = 1 + max((max(found) for found in parts.values()), default=-1)
+    if not heads or not layers:
+        raise CheckpointError(f"{path}: holds no Medusa heads")
+    blocks = [f"layers.{layer}.{kind}" for layer in range(layers) for kind in ("weight", "bias")]
+    return {
+        part: _stack_part(part, parts.pop(part, {}), heads, path)
+        for part in (*blocks, *(["projection.weight"] if projections else []))
+    }
+
+
+def _stack_part(part: str, found: dict[int, mx.array], heads: int, path: Path) -> mx.array:
+    """[K, ...] out of the heads' arrays."""
+    missing = sorted(set(range(heads)) - found.keys())
+    if missing:
+        raise CheckpointError(
+            f"{path}: {part} of head {missing[0]} is missing, though there are {heads} heads"
+        )
+    for head in range(heads):
+        if found[head].shape != found[0].shape or found[head].dtype != found[0].dtype:
+            raise CheckpointError(
+                f"{path}: {part} of head {head} has another shape or type than that of head 0"
+            )
+    return mx.stack([found[head] for head in range(heads)])
+
+
+def _check_adapter(path: Path, config: Mapping[str, Any]) -> None:
+    if not path.is_file():
+        return
+    said = read_json(path)
+    for key in ("num_heads", "num_layers", "hidden_size"):
+        if key in said and said[key] != config[key]:
+            raise CheckpointError(f"{path}: says {key} {said[key]}, but the weights have {config[key]}")
+
+
+def check_fit(config: Mapping[str, Any], arrays: Arrays, base: Mapping[str, Any], name: str | Path) -> None:
+    """Raise a CheckpointError unless the heads fit a base model with this config."""
+    dim = config["hidden_size"]
+    if dim != base["d_model"]:
+        raise CheckpointError(
+            f"{name}: the heads are for hidden size {dim}, but the base model has {base['d_model']}"
+        )
+    expected = {
+        part: tuple(size or base["vocab_size"] for size in shape)
+        for part, shape in checkpoint.heads_shapes(config).items()
+    }
+    checkpoint.check_tensors(arrays, expected, name)
+
+
+def unquantized(config: dict[str, Any], arrays: Arrays, dtype: mx.Dtype) -> tuple[dict[str, Any], Arrays]:
+    """The same heads with their quantized weights expanded."""
+    settings = config.get("quantization")
+    if not settings:
+        return config, arrays
+    full = {name: array for name, array in arrays.items() if name.endswith(".bias")}
+    for name in (name for name in arrays if name.endswith(".scales")):
+        layer = name.removesuffix(".scales")
+        full[f"{layer}.weight"] = checkpoint.dequantize(
+            arrays[f"{layer}.weight"], arrays[name], arrays.get(f"{layer}.biases"), settings, dtype
+        )
+    return {key: value for key, value in config.items() if key != "quantization"}, full
+
+
+def write_heads(
+    folder: Path, config: dict[str, Any], arrays: Arrays, dtype: mx.Dtype, recipe: Recipe | None
+) -> dict[str, Any]:
+    """Write medusa.safetensors, floats as ``dtype`` and matrices quantized by ``recipe``; empties ``arrays``.
+
+    Returns the config that now holds. Raises OptionError if the heads can't be quantized so.
+    """
+    config = {**config, "dtype": str(dtype).rpartition(".")[2]}
+    if recipe is not None:
+        if config.get("quantization"):
+            raise OptionError(
+                "--q-heads: these heads are quantized already; drop the option, or use the original heads"
+            )
+        if config["hidden_size"] % recipe.group_size:
+            raise OptionError(
+                f"--q-heads: hidden size {config['hidden_size']} is no multiple of {recipe.group_size}"
+            )
+        config["quantization"] = recipe.high_settings  # few parameters, so a mixed recipe spares them
+    writer = ShardWriter(folder, "medusa", metadata={"medusa": json.dumps(config)}, shard_bytes=1 << 62)
+    for name in sorted(arrays):
+        array = arrays.pop(name)
+        if mx.issubdtype(array.dtype, mx.floating):
+            array = array.astype(dtype)
+        if recipe is None or name.endswith(".bias"):
+            writer.add(name, array)
+            continue
+        layer = name.removesuffix("weight")
+        for part, value in zip(
+            ("weight", "scales", "biases"), mx.quantize(array, **recipe.high_settings), strict=False
+        ):
+            writer.add(layer + part, value)
+    writer.close(index=False)
+    return config

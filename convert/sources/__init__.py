@@ -1,0 +1,51 @@
+"""Where a base model comes from: one module per kind of checkpoint, told apart by content."""
+
+from pathlib import Path
+
+from convert.sources import ctranslate2, huggingface, mlx_whisper, openai
+from convert.sources.base import Packed, Source
+from mlx_medusa.checkpoint import read_json, resolve
+from mlx_medusa.errors import CheckpointError
+
+__all__ = ["Packed", "Source", "open_source"]
+
+# What a Whisper folder of any kind may hold; other frameworks' weights are left on the hub.
+PATTERNS = ("*.json", "*.txt", "*.safetensors", "*.npz", "model.bin")
+
+
+def open_source(base: str | Path) -> Source:
+    """Open a local checkpoint or a hub repository, without reading its tensors yet.
+
+    Raises CheckpointError if it is none that the converter reads.
+    """
+    path = resolve(base, patterns=PATTERNS)
+    if path.is_file():
+        return _open_file(path)
+    if (path / "model.bin").is_file():
+        return ctranslate2.open_folder(path)
+    if (path / "config.json").is_file():
+        config = read_json(path / "config.json")
+        if "n_audio_state" in config:
+            return mlx_whisper.open_folder(path, config)
+        if config.get("model_type") == "whisper":
+            return huggingface.open_folder(path, config)
+        raise CheckpointError(
+            f"{path}: config.json has model_type {config.get('model_type')!r}, expected 'whisper'"
+        )
+    checkpoints = sorted(path.glob("*.pt"))
+    if len(checkpoints) == 1:
+        return openai.open_file(checkpoints[0])
+    raise CheckpointError(
+        f"{path}: no Whisper checkpoint: expected config.json with safetensors (Hugging Face, mlx-community),"
+        " model.bin (faster-whisper) or one .pt file (openai)"
+    )
+
+
+def _open_file(path: Path) -> Source:
+    if path.name == "model.bin":
+        return ctranslate2.open_folder(path.parent)
+    if path.suffix == ".pt":
+        return openai.open_file(path)
+    raise CheckpointError(
+        f"{path}: not a Whisper checkpoint: name the folder that it is in, or an openai .pt file"
+    )
