@@ -17,8 +17,8 @@ class KVCache:
         self.length = 0
         self.memory = memory
         self._block = block
-        self._keys: list[mx.array | None] = [None] * num_layers
-        self._values: list[mx.array | None] = [None] * num_layers
+        self._keys: list[mx.array] = [mx.zeros((1, 1, 0, 1))] * num_layers  # shaped by the first write
+        self._values: list[mx.array] = [mx.zeros((1, 1, 0, 1))] * num_layers
 
     def write(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write K and V [B, heads, W, d] behind the kept rows; returns all rows [B, heads, length + W, d]."""
@@ -27,13 +27,14 @@ class KVCache:
         self._values[layer] = self._put(self._values[layer], values, end)
         return self._keys[layer][:, :, :end], self._values[layer][:, :, :end]
 
-    def _put(self, buffer: mx.array | None, rows: mx.array, end: int) -> mx.array:
-        capacity = 0 if buffer is None else buffer.shape[2]
-        if end > capacity:
+    def _put(self, buffer: mx.array, rows: mx.array, end: int) -> mx.array:
+        if end > buffer.shape[2]:
             shape = list(rows.shape)
-            shape[2] = -(-end // self._block) * self._block - self.length
-            fresh = mx.zeros(shape, rows.dtype)
-            buffer = fresh if buffer is None else mx.concatenate([buffer[:, :, : self.length], fresh], axis=2)
+            shape[2] = -(-end // self._block) * self._block
+            grown = mx.zeros(shape, rows.dtype)
+            if self.length:
+                grown[:, :, : self.length] = buffer[:, :, : self.length]
+            buffer = grown
         buffer[:, :, self.length : end] = rows
         return buffer
 

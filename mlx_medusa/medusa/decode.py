@@ -147,7 +147,7 @@ def prefill(
     hidden = chain_pass(verifier, prompt, cache)
     picks, logits = pick(rules, [prompt], verifier.logits(hidden[0, -1:]))
     state = State(list(prompt), len(prompt), cache, hidden, len(prompt) - 1)
-    return state, _append(verifier, state, picks.tolist(), logits, limits)
+    return state, _append(verifier, state, picks, logits, limits)
 
 
 def propose(drafter: Drafter | None, state: State, count: int) -> list[int]:
@@ -164,7 +164,7 @@ def verify(verifier: Verifier, state: State, drafts: list[int], rules: Sequence[
         hidden = chain_pass(verifier, [state.tokens[-1], *drafts], state.cache)
         prefixes = [state.tokens + drafts[:row] for row in range(len(drafts) + 1)]
         picks, logits = pick(rules, prefixes, verifier.logits(hidden[0]))
-        return Verdict(hidden, picks.tolist(), logits)
+        return Verdict(hidden, picks, logits)
     except BaseException:  # an interrupt too must leave the cache as it was
         state.cache.rewind(state.cache.length - kept)
         raise

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_medusa.errors import CheckpointError
+from mlx_medusa.medusa.rules import highest
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class QuantizedStackedLinear(StackedLinear):
         self.biases = biases[0] if biases else None
         if "bias" in linear:
             self.bias = linear.bias
-        self.settings = {"group_size": group_size, "bits": bits, "mode": mode}
+        self.settings: dict[str, Any] = {"group_size": group_size, "bits": bits, "mode": mode}
         self.freeze()
 
     def _multiply(self, x: mx.array) -> mx.array:
@@ -120,4 +121,4 @@ class MedusaDrafter:
     def propose(self, hidden: mx.array, pending: int, count: int) -> list[int]:
         states = self.heads(hidden[0, 0], min(count, self.max_drafts))
         logits = self._project(states[:, 0]) if self.heads.args.tied else self.heads.projection(states)[:, 0]
-        return mx.argmax(logits, axis=-1).tolist()
+        return highest(logits)

@@ -19,15 +19,21 @@ class Rule(Protocol):
         ...
 
 
-def pick(rules: Sequence[Rule], prefixes: Sequence[Prefix], logits: mx.array) -> tuple[mx.array, mx.array]:
-    """The next token of each row under the rules: (ids [W] uint32, edited logits [W, V] float32).
+def pick(rules: Sequence[Rule], prefixes: Sequence[Prefix], logits: mx.array) -> tuple[list[int], mx.array]:
+    """The next token of each row under the rules: (W ids, edited logits [W, V] float32).
 
     The highest logit wins, of equal ones the lowest id. Plain decoding and the verifier both call this.
     """
     logits = logits.astype(mx.float32)
     for rule in rules:
         logits = rule(prefixes, logits)
-    return mx.argmax(logits, axis=-1), logits
+    return highest(logits), logits
+
+
+def highest(logits: mx.array) -> list[int]:
+    """The id of the highest logit of each row of [W, V], of equal ones the lowest id."""
+    ids: list[int] = mx.argmax(logits, axis=-1).tolist()  # type: ignore[assignment]
+    return ids
 
 
 def _ban(ids: Sequence[int], vocab_size: int) -> mx.array:

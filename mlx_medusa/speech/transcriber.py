@@ -172,7 +172,7 @@ class Transcriber:
                 statistics=progress.statistics,
             )
         )
-        logprobs = mx.concatenate([run.logprobs for run in runs]).sum().item()
+        logprobs = float(mx.concatenate([run.logprobs for run in runs]).sum())
         if not np.isfinite(logprobs):
             raise MedusaError(
                 "the model computes numbers that are not finite: convert it again, or use --dtype float32"
@@ -194,7 +194,7 @@ class Transcriber:
             temperature=0.0,
             avg_logprob=logprobs / (len(tokens) + 1),
             compression_ratio=compression_ratio(text),
-            no_speech_prob=no_speech.item(),
+            no_speech_prob=float(no_speech),
         )
 
     def _rules(self, begin: int) -> list[Rule]:
@@ -258,7 +258,10 @@ def load(
         found = checkpoint.read_heads(folder)
     if found is None:
         return Transcriber(whisper, tokenizer)
-    return Transcriber(whisper, tokenizer, _load_heads(*found, whisper.args.d_model, kind, heads or folder))
+    config, arrays = found
+    return Transcriber(
+        whisper, tokenizer, _load_heads(config, arrays, whisper.args.d_model, kind, heads or folder)
+    )
 
 
 def _load_heads(
