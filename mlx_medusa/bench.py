@@ -17,13 +17,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from mlx_medusa import blas
 from mlx_medusa.demo import cache_dir, demo_model
 from mlx_medusa.errors import AudioError, MedusaError, OptionError, OutputError
 
 if TYPE_CHECKING:
     import mlx.core as mx
     import numpy as np
+
+    from mlx_medusa.speech.transcriber import Transcriber
 
 WIDTHS = range(1, 9)  # rows of a verifier pass
 CONTEXT = 24  # rows in the cache when a step is timed
@@ -86,7 +87,7 @@ def peer_name(name: str) -> str:
     return name
 
 
-def write_peer_folder(model: Any, config: Mapping[str, Any], folder: Path) -> Path:
+def write_peer_folder(model: Any, folder: Path) -> Path:
     """Write a loaded model as mlx-whisper reads it, in float32, which is what a CPU is fastest with."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
@@ -98,17 +99,18 @@ def write_peer_folder(model: Any, config: Mapping[str, Any], folder: Path) -> Pa
         if name != "model.encoder.embed_positions.weight"  # mlx-whisper computes these sines
     }
     mx.save_safetensors(str(folder / "weights.safetensors"), weights)
+    args = model.args
     dimensions = {
-        "n_mels": config["num_mel_bins"],
-        "n_audio_ctx": config.get("max_source_positions", 1500),
-        "n_audio_state": config["d_model"],
-        "n_audio_head": config["encoder_attention_heads"],
-        "n_audio_layer": config["encoder_layers"],
-        "n_vocab": config["vocab_size"],
-        "n_text_ctx": config.get("max_target_positions", 448),
-        "n_text_state": config["d_model"],
-        "n_text_head": config["decoder_attention_heads"],
-        "n_text_layer": config["decoder_layers"],
+        "n_mels": args.num_mel_bins,
+        "n_audio_ctx": args.max_source_positions,
+        "n_audio_state": args.d_model,
+        "n_audio_head": args.encoder_attention_heads,
+        "n_audio_layer": args.encoder_layers,
+        "n_vocab": args.vocab_size,
+        "n_text_ctx": args.max_target_positions,
+        "n_text_state": args.d_model,
+        "n_text_head": args.decoder_attention_heads,
+        "n_text_layer": args.decoder_layers,
     }
     (folder / "config.json").write_text(json.dumps({"model_type": "whisper", **dimensions}))
     return folder
@@ -155,14 +157,13 @@ def peer_step_action(folder: Path, mel: "mx.array", tokens: Sequence[int]) -> Ca
     return step
 
 
-def transcribe_action(folder: Path, clips: Sequence["np.ndarray"], texts: list[str]) -> Callable[[], None]:
+def transcribe_action(
+    transcriber: "Transcriber", clips: Sequence["np.ndarray"], texts: list[str]
+) -> Callable[[], None]:
     """Transcribe all clips with our engine, without heads; the texts are left in ``texts``."""
-    import mlx_medusa
-
-    transcriber = mlx_medusa.load(folder, medusa=False)
 
     def transcribe() -> None:
-        texts[:] = [transcriber.transcribe(clip).text for clip in clips]
+        texts[:] = [transcriber.transcribe(clip, language="en", medusa=False).text for clip in clips]
 
     return transcribe
 
@@ -200,12 +201,14 @@ def measure(folder: Path, paths: Sequence[Path], runs: int) -> Report:
     """Time everything on one model folder and some clips."""
     import numpy as np
 
-    from mlx_medusa import audio, models
+    import mlx_medusa
+    from mlx_medusa import audio
 
     clips = [np.concatenate(list(audio.read_blocks(path))) for path in paths]
-    model, config = models.load(folder)
-    mel = audio.log_mel(clips[0], config["num_mel_bins"])
-    tokens = [config.get("decoder_start_token_id", 50257), *range(1000, 1000 + CONTEXT - 1)]
+    transcriber = mlx_medusa.load(folder, medusa=False)
+    model = transcriber.model
+    mel = audio.log_mel(clips[0], model.args.num_mel_bins)
+    tokens = [transcriber.tokenizer.sot, *range(1000, 1000 + CONTEXT - 1)]
     peer = importlib.util.find_spec("mlx_whisper") is not None
     if not peer:
         say(f'{PEER} is not installed, so its rows are left out: pip install "mlx-medusa[bench]"')
@@ -214,9 +217,9 @@ def measure(folder: Path, paths: Sequence[Path], runs: int) -> Report:
         steps: dict[str, Callable[[], object]] = {**step_actions(model, mel, tokens)}
         ours: list[str] = []
         theirs: list[str] = []
-        whole = {"mlx-medusa": transcribe_action(folder, clips, ours)}
+        whole = {"mlx-medusa": transcribe_action(transcriber, clips, ours)}
         if peer:
-            other = write_peer_folder(model, config, Path(temporary))
+            other = write_peer_folder(model, Path(temporary))
             steps[PEER] = peer_step_action(other, mel, tokens)
             whole[PEER] = peer_transcribe_action(other, clips, theirs)
         say(f"decoder steps, {runs * STEPS_PER_RUN} runs")
@@ -257,7 +260,7 @@ def machine() -> Report:
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.release()}",
         "device": mx.default_device().type.name,
-        "openblas": blas_in_place(),
+        "openblas": openblas_in_place(),
     }
 
 
@@ -275,7 +278,7 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def blas_in_place() -> bool | None:
+def openblas_in_place() -> bool | None:
     """Whether OpenBLAS is loaded for MLX; None where MLX does not need it."""
     if not sys.platform.startswith("linux"):
         return None
@@ -384,7 +387,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.json is not None and not options.json.parent.is_dir():
             raise OutputError(f"{options.json}: there is no folder {options.json.parent}")
-        blas.print_notice()
         report = measure(find_model(options.model), options.audio or find_clips(), options.runs)
         print(table(report))
         if options.json is not None:

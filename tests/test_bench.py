@@ -89,7 +89,7 @@ def test_both_decoders_compute_the_same_step(tmp_path: Path) -> None:
     model = small_model()
     tokens = [1, 5, 9, 2, 77]
     ours = bench.step_actions(model, mel(1), tokens)
-    theirs = bench.peer_step_action(bench.write_peer_folder(model, SMALL, tmp_path), mel(1), tokens)
+    theirs = bench.peer_step_action(bench.write_peer_folder(model, tmp_path), mel(1), tokens)
     expected = np.array(theirs())[0, 0]
     assert np.abs(expected).max() > 0.1
     np.testing.assert_allclose(np.array(ours["1"]())[0, 0], expected, atol=1e-4)
