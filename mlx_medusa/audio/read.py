@@ -11,18 +11,19 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Union
 
 import numpy as np
+import soundfile
+import soxr
 
 from ..errors import AudioError
 from . import SAMPLE_RATE, ffmpeg
 
 if TYPE_CHECKING:
     import mlx.core as mx
-    from soundfile import SoundFile
 
 Source = Union[str, Path, bytes, BinaryIO, np.ndarray, "mx.array"]
 
@@ -66,7 +67,7 @@ def _is_array(source: Any) -> bool:
 def _array_blocks(source: Any) -> Iterator[np.ndarray]:
     if source.ndim != 1:
         raise AudioError(f"audio array has shape {tuple(source.shape)}: pass one channel, 1-D, 16 kHz")
-    kind = str(source.dtype).removeprefix("mlx.core.").lstrip("<>=|")
+    kind = getattr(source.dtype, "name", str(source.dtype)).removeprefix("mlx.core.")
     if kind not in ("int16", "float16", "bfloat16", "float32", "float64"):
         raise AudioError(f"audio array has dtype {kind}: pass float32 with full scale 1, or int16")
     if not isinstance(source, np.ndarray):
@@ -166,11 +167,15 @@ class _View:
     pass through the C library.
     """
 
-    def __init__(self, file: BinaryIO, head: bytes = b"") -> None:
-        self.file, self.head, self.error = file, head, None  # type: BinaryIO, bytes, OSError | None
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.head = b""
+        self.error: OSError | None = None
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        return self.file.seek(offset, whence)
+        with suppress(OSError, ValueError):  # a damaged header asks for places before the start
+            self.file.seek(offset, whence)
+        return self.file.tell()
 
     def tell(self) -> int:
         return self.file.tell()
@@ -186,19 +191,24 @@ class _View:
         return new + data[len(new) :]
 
 
-def _open_soundfile(file: BinaryIO) -> tuple["SoundFile | None", _View, str]:
-    """(open file, its view, "") or (None, view, why not), where libsndfile cannot read all of ``file``."""
-    import soundfile
+class _SoundFile(soundfile.SoundFile):
+    """Reads on from where it stands: the base class seeks after each read, which fails in a flac without a length."""
 
+    def seekable(self) -> bool:
+        return False
+
+
+def _open_soundfile(file: BinaryIO) -> tuple[_SoundFile | None, _View, str]:
+    """(open file, its view, "") or (None, view, why not), where libsndfile cannot read all of ``file``."""
     view = _View(file)
     try:
         file.seek(0)
-        sound = soundfile.SoundFile(view)
+        sound = _SoundFile(view)
         if sound.frames == 0 and sound.format.startswith("WAV"):
             view.head = _closed_wav_head(file)
             if view.head:
                 file.seek(0)
-                sound = soundfile.SoundFile(view)
+                sound = _SoundFile(view)
         if sound.format in ("MP3", "OGG") and not _reaches_end(sound, file):
             sound.close()
             return None, view, "only partly readable by libsndfile"
@@ -208,7 +218,7 @@ def _open_soundfile(file: BinaryIO) -> tuple["SoundFile | None", _View, str]:
         return None, view, f"{reason[:1].lower()}{reason[1:]} by libsndfile"
 
 
-def _reaches_end(sound: "SoundFile", file: BinaryIO) -> bool:
+def _reaches_end(sound: _SoundFile, file: BinaryIO) -> bool:
     """Whether the last frame lies at the end of the file.
 
     libsndfile guesses the length of a variable-bitrate mp3 without a table from its first frame, and stops
@@ -249,12 +259,12 @@ def _closed_wav_head(file: BinaryIO) -> bytes:
     return head[:4] + (length + at - 8).to_bytes(4, "little") + head[8:] + length.to_bytes(4, "little")
 
 
-def _soundfile_chunks(sound: "SoundFile", view: _View, name: str) -> Iterator[np.ndarray]:
+def _soundfile_chunks(sound: _SoundFile, view: _View, name: str) -> Iterator[np.ndarray]:
     buffer = np.empty((_chunk_frames(sound.samplerate, sound.channels), sound.channels), dtype=np.float32)
     total = 0
-    while True:
+    while total < sound.frames:  # and not one more: a tag behind the last frame of a flac is no damage
         try:
-            frames = sound.read(out=buffer)
+            frames = sound.read(out=buffer[: sound.frames - total])
         except RuntimeError as error:
             raise AudioError(f"{name}: damaged {sound.format}: {error}: write the file anew") from error
         if view.error:
@@ -282,8 +292,6 @@ def _resampled(chunks: Iterable[np.ndarray], rate: int) -> Iterator[np.ndarray]:
     if rate == SAMPLE_RATE:
         yield from chunks
         return
-    import soxr
-
     stream = soxr.ResampleStream(rate, SAMPLE_RATE, 1, dtype="float32")
     for chunk in chunks:
         yield stream.resample_chunk(chunk)

@@ -48,7 +48,7 @@ def windows(blocks: Iterable[np.ndarray], size: int = 480_000) -> Iterator[Windo
 
 
 def _quietest(audio: np.ndarray, begin: int) -> int:
-    """The sample amid the 0.25 s of least energy in ``audio[begin:]``; the last such place, if it is a tie."""
+    """The sample amid the 0.25 s of least energy in ``audio[begin:]``; the last such place in a tie."""
     hops = (len(audio) - begin) // _HOP
     if hops < _QUIET:
         return len(audio)
