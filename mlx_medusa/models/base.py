@@ -30,4 +30,11 @@ class BaseModelArgs:
                     f"{source}: setting {field.name!r} is {value!r}, expected a positive integer"
                 )
             values[field.name] = value
-        return cls(**values)
+        args = cls(**values)
+        if problem := args.check():
+            raise CheckpointError(f"{source}: {problem}")
+        return args
+
+    def check(self) -> str | None:
+        """What makes these arguments impossible together, if anything does."""
+        return None

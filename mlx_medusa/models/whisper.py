@@ -31,6 +31,12 @@ class ModelArgs(BaseModelArgs):
     max_source_positions: int = 1500
     max_target_positions: int = 448
 
+    def check(self) -> str | None:
+        for side in ("encoder", "decoder"):
+            if self.d_model % getattr(self, f"{side}_attention_heads"):
+                return f"'{side}_attention_heads' does not divide 'd_model'"
+        return None
+
 
 class Attention(nn.Module):
     """Multi-head attention; the caller brings K and V, already projected and split."""
