@@ -50,10 +50,15 @@ def read_blocks(source: Source) -> Iterator[np.ndarray]:
         return
     with ExitStack() as stack:  # closes the file, the decoder and ffmpeg also when the caller stops early
         file, name = _open(source, stack)
-        rate, chunks = _decode(file, name, stack)
-        if not _RATES[0] <= rate <= _RATES[1]:
-            raise AudioError(f"{name}: a sample rate of {rate} Hz: the header is broken, write the file anew")
-        yield from _checked(_resampled(chunks, rate), name)
+        try:
+            rate, chunks = _decode(file, name, stack)
+            if not _RATES[0] <= rate <= _RATES[1]:
+                raise AudioError(
+                    f"{name}: a sample rate of {rate} Hz: the header is broken, write the file anew"
+                )
+            yield from _checked(_resampled(chunks, rate), name)
+        except OSError as error:
+            raise AudioError(f"{name}: cannot be read: {error.strerror or error}") from error
 
 
 # ---- what comes in
@@ -148,10 +153,7 @@ def _decode(file: BinaryIO, name: str, stack: ExitStack) -> tuple[int, Iterator[
         raise AudioError(f"{name}: {reason}; for m4a, aac, webm, mp4 and more {_INSTALL}")
     if not ffmpeg.can_take(file):
         file.seek(0)
-        try:
-            file = _copy(file, stack)
-        except OSError as error:
-            raise AudioError(f"{name}: no room for a temporary copy: {error.strerror}: set TMPDIR") from error
+        file = _copy(file, stack)
     return ffmpeg.decode(file, name, stack, _chunk_frames)
 
 
