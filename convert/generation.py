@@ -45,7 +45,12 @@ def generation_config(
             task: tokenizer.token_to_id(f"<|{task}|>") for task in ("transcribe", "translate")
         }
     made = {key: value for key, value in made.items() if value is not None}
-    known = {key: value for key, value in (source or {}).items() if value is not None}
+    # what transformers notes for itself would not be true of this file, and "_from_model_config" makes it ignored
+    known = {
+        key: value
+        for key, value in (source or {}).items()
+        if value is not None and not key.startswith("_") and key != "transformers_version"
+    }
     if "no_timestamps_token_id" in known or "lang_to_id" in known:
         made["suppress_tokens"] = made["begin_suppress_tokens"] = []
     elif source is not None or "suppress_tokens" in config:  # older checkpoints have these in config.json

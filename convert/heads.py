@@ -40,9 +40,9 @@ def read_heads(path_or_repo: str | Path) -> tuple[dict[str, Any], Arrays]:
     """
     path = _find_file(resolve(path_or_repo, patterns=PATTERNS))
     if path.suffix == ".safetensors" and "medusa" in read_header(path)[1]:
-        own = checkpoint.read_heads(path)
-        assert own is not None  # only a folder can be without heads
-        config, arrays = own
+        ours = checkpoint.read_heads(path)
+        assert ours is not None  # only a folder can be without heads
+        config, arrays = ours
     else:
         arrays = _stack(_flatten(path), path)
         heads, dim = arrays["layers.0.bias"].shape
@@ -161,11 +161,12 @@ def check_fit(config: Mapping[str, Any], arrays: Arrays, base: Mapping[str, Any]
         raise CheckpointError(
             f"{name}: the heads are for hidden size {dim}, but the base model has {base['d_model']}"
         )
-    expected = {
-        part: tuple(size or base["vocab_size"] for size in shape)
-        for part, shape in checkpoint.heads_shapes(config).items()
-    }
-    checkpoint.check_tensors(arrays, expected, name)
+    if not config["tied"] and config["vocab_size"] != base["vocab_size"]:
+        raise CheckpointError(
+            f"{name}: the heads' projections are for {config['vocab_size']} tokens, but the base model has "
+            f"{base['vocab_size']}"
+        )
+    checkpoint.check_tensors(arrays, checkpoint.heads_shapes(config), name)
 
 
 def unquantized(config: dict[str, Any], arrays: Arrays, dtype: mx.Dtype) -> tuple[dict[str, Any], Arrays]:

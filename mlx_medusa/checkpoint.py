@@ -327,21 +327,19 @@ def read_heads(path: Path) -> tuple[dict[str, Any], dict[str, mx.array]] | None:
             f"{file}: not Medusa heads of this package; make them with: convert --base MODEL --heads {file}"
         ) from error
     arrays = read_arrays(file)
-    projection = arrays.get("projection.weight")  # its vocabulary is the one size that the config does not hold
-    vocab = projection.shape[1] if projection is not None and projection.ndim == 3 else 0
-    check_tensors(arrays, {name: tuple(n or vocab for n in shape) for name, shape in expected.items()}, file)
+    check_tensors(arrays, expected, file)
     return config, arrays
 
 
 def heads_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The arrays that heads with this ``medusa`` config have; 0 stands for the vocabulary's size."""
+    """Names and shapes of the arrays that heads with this ``medusa`` config have. KeyError if one is missing."""
     heads, dim = int(config["num_heads"]), int(config["hidden_size"])
     full: dict[str, tuple[int, ...]] = {}
     for layer in range(int(config["num_layers"])):
         full[f"layers.{layer}.weight"] = (heads, dim, dim)
         full[f"layers.{layer}.bias"] = (heads, dim)
     if not config["tied"]:
-        full["projection.weight"] = (heads, 0, dim)
+        full["projection.weight"] = (heads, int(config["vocab_size"]), dim)
     settings = config.get("quantization")
     if not settings:
         return full

@@ -79,7 +79,11 @@ class ModelFile:
             return int(struct.unpack(f"<{code}", file.read(struct.calcsize(code)))[0])
 
         def string() -> str:
-            return file.read(number("H"))[:-1].decode()
+            length = number("H")
+            text, end = struct.unpack(f"<{max(0, length - 1)}ss", file.read(length))
+            if end != b"\0":
+                raise IndexError
+            return str(text, "utf-8")
 
         version = number("I")
         if version != VERSION:
@@ -101,6 +105,10 @@ class ModelFile:
             if file.seek(size, 1) > self.size:
                 raise CheckpointError(f"{self.path}: cut short in {name!r}; fetch the file again")
         self.aliases = {string(): string() for _ in range(number("I"))}
+        if file.tell() != self.size:
+            raise CheckpointError(
+                f"{self.path}: {self.size - file.tell()} bytes after the end; fetch the file again"
+            )
 
     def array(self, name: str) -> mx.array:
         """A variable as it is stored."""

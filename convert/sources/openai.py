@@ -79,11 +79,14 @@ def open_file(path: Path) -> Source:
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not an openai Whisper checkpoint: {error} is missing") from error
 
+    mapped = torch_files.can_map(path)
+
     def tensors() -> Iterator[tuple[str, mx.array | Packed]]:
         for name, tensor in state.items():
             if name != "decoder.mask":  # a buffer of early releases
                 yield hf_name(name), torch_files.to_mlx(tensor)
-                torch_files.release(tensor)
+                if mapped:
+                    torch_files.release(tensor)
         if "encoder.positional_embedding" not in state:
             table = sinusoids(config["max_source_positions"], config["d_model"])
             yield hf_name("encoder.positional_embedding"), table.astype(dtype)
