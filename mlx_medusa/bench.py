@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 
 WIDTHS = range(1, 9)  # rows of a verifier pass
 CONTEXT = 24  # rows in the cache when a step is timed
-STEPS_PER_RUN = 6  # a step is this many times shorter, so it is timed this many times more often
-PEER = "mlx-whisper"
+STEPS_PER_RUN = 10  # steps are short, so they are timed this many times more often than transcriptions
+SHORT = 16_000  # samples to warm up with
+OURS = "mlx-medusa"
+# mlx-whisper as it runs by default (half precision, which MLX's CPU backend is slow at) and at its best on a CPU
+PEERS = {"mlx-whisper": "float16", "mlx-whisper float32": "float32"}
 
 Report = dict[str, Any]
 
@@ -44,11 +47,21 @@ class Timing:
     runs: int
 
 
-def interleave(actions: Mapping[str, Callable[[], object]], runs: int, warm_up: int = 1) -> dict[str, Timing]:
-    """Time each action ``runs`` times, in turns, so that a slow moment of the machine hits all of them."""
+def interleave(
+    actions: Mapping[str, Callable[[], object]],
+    runs: int,
+    warm_up: int = 1,
+    prepare: Mapping[str, Callable[[], object]] | None = None,
+) -> dict[str, Timing]:
+    """Time each action ``runs`` times, in turns, so that a slow moment of the machine hits all of them.
+
+    ``prepare`` is called before an action and not timed.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     for run in range(warm_up + runs):
         for name, action in actions.items():
+            if prepare and name in prepare:
+                prepare[name]()
             start = perf_counter()
             action()
             elapsed = perf_counter() - start
@@ -87,17 +100,18 @@ def peer_name(name: str) -> str:
     return name
 
 
-def write_peer_folder(model: Any, folder: Path) -> Path:
-    """Write a loaded model as mlx-whisper reads it, in float32, which is what a CPU is fastest with."""
+def write_peer_folder(model: Any, dtype: str, folder: Path) -> Path:
+    """Write a loaded model as mlx-whisper reads it, with weights of type ``dtype``."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
     parameters: Any = tree_flatten(model.parameters())
     weights = {
-        peer_name(name): array.astype(mx.float32)
+        peer_name(name): array.astype(getattr(mx, dtype))
         for name, array in parameters
         if name != "model.encoder.embed_positions.weight"  # mlx-whisper computes these sines
     }
+    folder.mkdir()
     mx.save_safetensors(str(folder / "weights.safetensors"), weights)
     args = model.args
     dimensions = {
@@ -114,6 +128,65 @@ def write_peer_folder(model: Any, folder: Path) -> Path:
     }
     (folder / "config.json").write_text(json.dumps({"model_type": "whisper", **dimensions}))
     return folder
+
+
+class Peer:
+    """mlx-whisper on a folder that ``write_peer_folder`` made."""
+
+    def __init__(self, folder: Path, dtype: str):
+        self.folder = str(folder)
+        self.half = dtype == "float16"
+
+    def load(self) -> Any:
+        """The model, from mlx-whisper's own store, which holds one at a time."""
+        import mlx.core as mx
+        from mlx_whisper.transcribe import ModelHolder
+
+        return ModelHolder.get_model(self.folder, mx.float16 if self.half else mx.float32)
+
+    def step_action(self, mel: "mx.array", tokens: Sequence[int]) -> Callable[[], "mx.array"]:
+        """Its decoder over one row behind ``tokens``, as its own decoding loop calls it."""
+        import mlx.core as mx
+
+        model = self.load()
+        encoded = model.encoder(mel[None].astype(mx.float16 if self.half else mx.float32))
+        _, filled, _ = model.decoder(mx.array([list(tokens)]), encoded)
+        mx.eval(encoded, filled)
+
+        def step() -> mx.array:
+            # the decoder replaces the list's entries; the arrays in them stay as they are
+            logits, _, _ = model.decoder(mx.array([[tokens[-1]]]), encoded, kv_cache=list(filled))
+            mx.eval(mx.argmax(logits, axis=-1))
+            return logits
+
+        return step
+
+    def transcribe(self, clip: "np.ndarray") -> str:
+        """The text of a clip, under the options that our engine has."""
+        import mlx_whisper
+
+        return mlx_whisper.transcribe(
+            clip,
+            path_or_hf_repo=self.folder,
+            language="en",
+            temperature=0.0,
+            without_timestamps=True,
+            condition_on_previous_text=False,
+            compression_ratio_threshold=None,
+            logprob_threshold=None,
+            no_speech_threshold=None,
+            fp16=self.half,
+        )["text"].strip()
+
+
+def make_peers(model: Any, folder: Path) -> dict[str, Peer]:
+    """mlx-whisper with our weights, once per type of PEERS; none if it is not installed."""
+    if importlib.util.find_spec("mlx_whisper") is None:
+        say('mlx-whisper is not installed, so its rows are left out: pip install "mlx-medusa[bench]"')
+        return {}
+    return {
+        name: Peer(write_peer_folder(model, dtype, folder / dtype), dtype) for name, dtype in PEERS.items()
+    }
 
 
 # --- what is timed ---
@@ -138,66 +211,45 @@ def step_actions(model: Any, mel: "mx.array", tokens: Sequence[int]) -> dict[str
     return {str(width): lambda width=width: step(width) for width in WIDTHS}  # type: ignore[misc]
 
 
-def peer_step_action(folder: Path, mel: "mx.array", tokens: Sequence[int]) -> Callable[[], "mx.array"]:
-    """mlx-whisper's decoder over one row behind ``tokens``, as its own decoding loop calls it."""
-    import mlx.core as mx
-    from mlx_whisper.load_models import load_model
+def time_steps(
+    transcriber: "Transcriber", peers: Mapping[str, Peer], clip: "np.ndarray", runs: int
+) -> dict[str, Timing]:
+    """Decoder steps behind CONTEXT tokens: ours by number of rows, the peers' over one row."""
+    from mlx_medusa.audio import log_mel
 
-    model = load_model(str(folder), mx.float32)
-    encoded = model.encoder(mel[None])
-    _, filled, _ = model.decoder(mx.array([list(tokens)]), encoded)
-    mx.eval(encoded, filled)
-
-    def step() -> mx.array:
-        # the decoder replaces the list's entries; the arrays in them stay as they are
-        logits, _, _ = model.decoder(mx.array([[tokens[-1]]]), encoded, kv_cache=list(filled))
-        mx.eval(mx.argmax(logits, axis=-1))
-        return logits
-
-    return step
+    mel = log_mel(clip, transcriber.model.args.num_mel_bins)
+    tokens = [transcriber.tokenizer.sot, *range(1000, 1000 + CONTEXT - 1)]
+    actions: dict[str, Callable[[], object]] = {**step_actions(transcriber.model, mel, tokens)}
+    for name, peer in peers.items():
+        actions[name] = peer.step_action(mel, tokens)
+    say(f"decoder steps, {runs} runs")
+    return interleave(actions, runs, warm_up=3)
 
 
-def transcribe_action(
-    transcriber: "Transcriber", clips: Sequence["np.ndarray"], texts: list[str]
-) -> Callable[[], None]:
-    """Transcribe all clips with our engine, without heads; the texts are left in ``texts``."""
+def time_transcriptions(
+    transcriber: "Transcriber", peers: Mapping[str, Peer], clips: Sequence["np.ndarray"], runs: int
+) -> tuple[dict[str, Timing], dict[str, list[str]]]:
+    """Transcriptions of all clips, without the loading of a model: times and texts."""
+    texts: dict[str, list[str]] = {}
 
-    def transcribe() -> None:
-        texts[:] = [transcriber.transcribe(clip, language="en", medusa=False).text for clip in clips]
+    def ours() -> None:
+        results = [transcriber.transcribe(clip, language="en", medusa=False) for clip in clips]
+        texts[OURS] = [result.text.strip() for result in results]
 
-    return transcribe
+    def theirs(name: str, peer: Peer) -> None:
+        texts[name] = [peer.transcribe(clip) for clip in clips]
 
-
-def peer_transcribe_action(
-    folder: Path, clips: Sequence["np.ndarray"], texts: list[str]
-) -> Callable[[], None]:
-    """Transcribe all clips with mlx-whisper under the options that our engine has."""
-    import mlx_whisper
-
-    def transcribe() -> None:
-        texts[:] = [
-            mlx_whisper.transcribe(
-                clip,
-                path_or_hf_repo=str(folder),
-                language="en",
-                temperature=0.0,
-                without_timestamps=True,
-                condition_on_previous_text=False,
-                compression_ratio_threshold=None,
-                logprob_threshold=None,
-                no_speech_threshold=None,
-                fp16=False,
-            )["text"]
-            for clip in clips
-        ]
-
-    return transcribe
+    actions: dict[str, Callable[[], object]] = {OURS: ours}
+    for name, peer in peers.items():
+        actions[name] = lambda name=name, peer=peer: theirs(name, peer)  # type: ignore[misc]
+        peer.transcribe(clips[0][:SHORT])  # warm up
+    transcriber.transcribe(clips[0][:SHORT], language="en", medusa=False)
+    say(f"transcriptions of {len(clips)} clips, {runs} runs")
+    prepare = {name: peer.load for name, peer in peers.items()}
+    return interleave(actions, runs, warm_up=0, prepare=prepare), texts
 
 
-# --- the whole run ---
-
-
-def measure(folder: Path, paths: Sequence[Path], runs: int) -> Report:
+def measure(model: Path, paths: Sequence[Path], runs: int) -> Report:
     """Time everything on one model folder and some clips."""
     import numpy as np
 
@@ -205,50 +257,39 @@ def measure(folder: Path, paths: Sequence[Path], runs: int) -> Report:
     from mlx_medusa import audio
 
     clips = [np.concatenate(list(audio.read_blocks(path))) for path in paths]
-    transcriber = mlx_medusa.load(folder, medusa=False)
-    model = transcriber.model
-    mel = audio.log_mel(clips[0], model.args.num_mel_bins)
-    tokens = [transcriber.tokenizer.sot, *range(1000, 1000 + CONTEXT - 1)]
-    peer = importlib.util.find_spec("mlx_whisper") is not None
-    if not peer:
-        say(f'{PEER} is not installed, so its rows are left out: pip install "mlx-medusa[bench]"')
-
+    transcriber = mlx_medusa.load(model, medusa=False)
     with tempfile.TemporaryDirectory(prefix="mlx-medusa-bench-") as temporary:
-        steps: dict[str, Callable[[], object]] = {**step_actions(model, mel, tokens)}
-        ours: list[str] = []
-        theirs: list[str] = []
-        whole = {"mlx-medusa": transcribe_action(transcriber, clips, ours)}
-        if peer:
-            other = write_peer_folder(model, Path(temporary))
-            steps[PEER] = peer_step_action(other, mel, tokens)
-            whole[PEER] = peer_transcribe_action(other, clips, theirs)
-        say(f"decoder steps, {runs * STEPS_PER_RUN} runs")
-        step_times = interleave(steps, runs * STEPS_PER_RUN, warm_up=3)
-        say(f"transcriptions of {len(clips)} clips, {runs} runs")
-        times = interleave(whole, runs)
-
+        peers = make_peers(transcriber.model, Path(temporary))
+        steps = time_steps(transcriber, peers, clips[0], runs * STEPS_PER_RUN)
+        whole, texts = time_transcriptions(transcriber, peers, clips, runs)
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": versions(),
-        "model": folder.name,
+        "model": model.name,
         "clips": [path.name for path in paths],
         "audio_seconds": round(sum(map(len, clips)) / audio.SAMPLE_RATE, 3),
         "cached_rows": CONTEXT,
-        "step_seconds": {name: asdict(timing) for name, timing in step_times.items()},
-        "transcription_seconds": {name: asdict(timing) for name, timing in times.items()},
-        "same_text": [a.strip() == b.strip() for a, b in zip(ours, theirs, strict=True)] if peer else None,
-        "ratios": ratios(step_times, times),
+        "step_seconds": {name: asdict(timing) for name, timing in steps.items()},
+        "transcription_seconds": {name: asdict(timing) for name, timing in whole.items()},
+        "clips_with_the_same_text": {
+            name: sum(a == b for a, b in zip(texts[OURS], texts[name], strict=True)) for name in peers
+        },
+        "ratios": ratios(steps, whole),
     }
 
 
 def ratios(steps: Mapping[str, Timing], whole: Mapping[str, Timing]) -> dict[str, float]:
     """The medians that matter, one over the other."""
     found = {"5 rows / 1 row": steps["5"].median / steps["1"].median}
-    if PEER in steps:
-        found[f"1 row / {PEER}'s step"] = steps["1"].median / steps[PEER].median
-        found[f"transcription / {PEER}'s"] = whole["mlx-medusa"].median / whole[PEER].median
+    for peer in whole:
+        if peer != OURS:
+            found[f"step of 1 row / {peer}"] = steps["1"].median / steps[peer].median
+            found[f"transcription / {peer}"] = whole[OURS].median / whole[peer].median
     return {name: round(value, 3) for name, value in found.items()}
+
+
+# --- where it is timed ---
 
 
 def machine() -> Report:
@@ -288,7 +329,7 @@ def openblas_in_place() -> bool | None:
 def versions() -> dict[str, str]:
     """Python and the packages that matter for speed."""
     found = {"python": platform.python_version()}
-    for name in ("mlx-medusa", "mlx", PEER):
+    for name in ("mlx-medusa", "mlx", "mlx-whisper"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -301,39 +342,37 @@ def versions() -> dict[str, str]:
 
 def table(report: Report) -> str:
     """The report as text."""
+    rows = {}
+    for name, timing in report["step_seconds"].items():
+        label = f"{name} row{'' if name == '1' else 's'}" if name.isdigit() else f"1 row, {name}"
+        rows[f"step, {label}"] = timing
+    for name, timing in report["transcription_seconds"].items():
+        rows[f"{report['audio_seconds']} s of speech, {name}"] = timing
     lines = [
         f"{report['machine']['processor']}, {report['machine']['cores']} cores, "
         f"MLX {report['versions'].get('mlx', '?')} on {report['machine']['device']}, {report['model']}",
         "",
-        f"{'':30}{'median':>10}{'min':>10}{'max':>10}",
+        f"{'':40}{'median':>12}{'min':>12}{'max':>12}",
     ]
-    rows = {
-        f"step, {n} {'row' if n == '1' else 'rows'}": t
-        for n, t in report["step_seconds"].items()
-        if n != PEER
-    }
-    if PEER in report["step_seconds"]:
-        rows[f"step, 1 row, {PEER}"] = report["step_seconds"][PEER]
-    for name, timing in report["transcription_seconds"].items():
-        rows[f"{report['audio_seconds']} s of speech, {name}"] = timing
     for label, timing in rows.items():
         values = (timing["median"], timing["minimum"], timing["maximum"])
-        lines.append(f"{label:30}" + "".join(f"{value * 1000:7.1f} ms" for value in values))
+        lines.append(f"{label:40}" + "".join(f"{value * 1000:9.1f} ms" for value in values))
     lines += ["", *(f"{label}: {value}" for label, value in report["ratios"].items())]
-    if report["same_text"] is not None:
-        lines.append(f"same text as {PEER}: {sum(report['same_text'])} of {len(report['same_text'])} clips")
+    for name, clips in report["clips_with_the_same_text"].items():
+        lines.append(f"same text as {name}: {clips} of {len(report['clips'])} clips")
     return "\n".join(lines)
 
 
 def find_clips() -> list[Path]:
-    """The five LibriVox clips, fetched with the script of the source tree if they are not in the cache."""
-    script = Path(__file__).parents[1] / "examples" / "fetch_speech.py"
-    if script.is_file():
-        subprocess.run([sys.executable, str(script)], stdout=subprocess.DEVNULL, check=False)
-    clips = sorted((cache_dir() / "speech-1" / "librivox").glob("*.wav"))
-    if not clips:
+    """The five LibriVox clips; in a source tree they are fetched if they are not in the cache."""
+    folder = cache_dir() / "speech-1" / "librivox"
+    root = Path(__file__).parents[1]
+    if not folder.is_dir() and (root / "examples" / "fetch_speech.py").is_file():
+        command = [sys.executable, "-m", "examples.fetch_speech"]
+        subprocess.run(command, cwd=root, stdout=subprocess.DEVNULL, check=False)
+    if not folder.is_dir():
         raise AudioError("there are no clips to time: name some with --audio FILE ...")
-    return clips
+    return sorted(folder.glob("*.wav"))
 
 
 def find_model(chosen: Path | None) -> Path:
@@ -374,7 +413,7 @@ def parser() -> argparse.ArgumentParser:
         "--audio", type=Path, nargs="+", metavar="FILE", help="clips (default: five of LibriVox)"
     )
     result.add_argument(
-        "--runs", type=count, default=5, metavar="N", help="timed transcriptions (default: 5)"
+        "--runs", type=count, default=3, metavar="N", help="timed transcriptions (default: 3)"
     )
     result.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON")
     result.add_argument("--debug", action="store_true", help="show the traceback of an error")

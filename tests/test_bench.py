@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlx_medusa import bench
-from mlx_medusa.bench import PEER, Timing
+from mlx_medusa.bench import Timing
 
 peer_only = pytest.mark.skipif(
     importlib.util.find_spec("mlx_whisper") is None, reason="mlx-whisper is not installed"
@@ -89,7 +89,8 @@ def test_both_decoders_compute_the_same_step(tmp_path: Path) -> None:
     model = small_model()
     tokens = [1, 5, 9, 2, 77]
     ours = bench.step_actions(model, mel(1), tokens)
-    theirs = bench.peer_step_action(bench.write_peer_folder(model, tmp_path), mel(1), tokens)
+    folder = bench.write_peer_folder(model, "float32", tmp_path / "float32")
+    theirs = bench.Peer(folder, "float32").step_action(mel(1), tokens)
     expected = np.array(theirs())[0, 0]
     assert np.abs(expected).max() > 0.1
     np.testing.assert_allclose(np.array(ours["1"]())[0, 0], expected, atol=1e-4)
@@ -105,48 +106,50 @@ def test_steps_have_the_rows_they_claim_and_leave_the_cache(tmp_path: Path) -> N
     np.testing.assert_array_equal(np.array(actions["3"]()), np.array(actions["3"]()))
 
 
-def report(peer: bool) -> bench.Report:
+def report(*peers: str) -> bench.Report:
     steps = {str(width): Timing(0.010 + 0.001 * width, 0.010, 0.030, 30) for width in range(1, 9)}
     whole = {"mlx-medusa": Timing(2.0, 1.9, 2.2, 5)}
-    if peer:
-        steps[PEER] = Timing(0.055, 0.050, 0.060, 30)
-        whole[PEER] = Timing(8.0, 7.0, 9.0, 5)
+    for peer in peers:
+        steps[peer] = Timing(0.055, 0.050, 0.060, 30)
+        whole[peer] = Timing(8.0, 7.0, 9.0, 5)
     return {
         "machine": {"processor": "A processor", "cores": 2, "device": "cpu"},
         "versions": {"mlx": "1.2.3"},
         "model": "a-model",
+        "clips": ["a.wav", "b.wav", "c.wav"],
         "audio_seconds": 24.7,
         "step_seconds": {name: vars(timing) for name, timing in steps.items()},
         "transcription_seconds": {name: vars(timing) for name, timing in whole.items()},
-        "same_text": [True, True, False] if peer else None,
+        "clips_with_the_same_text": dict.fromkeys(peers, 2),
         "ratios": bench.ratios(steps, whole),
     }
 
 
 def test_the_ratios_are_of_medians() -> None:
-    assert report(peer=True)["ratios"] == {
+    assert report("peer")["ratios"] == {
         "5 rows / 1 row": 1.364,  # 15 ms over 11 ms
-        "1 row / mlx-whisper's step": 0.2,
-        "transcription / mlx-whisper's": 0.25,
+        "step of 1 row / peer": 0.2,
+        "transcription / peer": 0.25,
     }
-    assert report(peer=False)["ratios"] == {"5 rows / 1 row": 1.364}
+    assert report()["ratios"] == {"5 rows / 1 row": 1.364}
 
 
 def test_the_table_says_it_all() -> None:
-    lines = [" ".join(line.split()) for line in bench.table(report(peer=True)).splitlines()]
+    lines = [" ".join(line.split()) for line in bench.table(report("peer")).splitlines()]
     assert lines[0] == "A processor, 2 cores, MLX 1.2.3 on cpu, a-model"
     assert "step, 1 row 11.0 ms 10.0 ms 30.0 ms" in lines
     assert "step, 5 rows 15.0 ms 10.0 ms 30.0 ms" in lines
-    assert "step, 1 row, mlx-whisper 55.0 ms 50.0 ms 60.0 ms" in lines
+    assert "step, 1 row, peer 55.0 ms 50.0 ms 60.0 ms" in lines
     assert "24.7 s of speech, mlx-medusa 2000.0 ms 1900.0 ms 2200.0 ms" in lines
-    assert lines[-1] == "same text as mlx-whisper: 2 of 3 clips"
-    assert "mlx-whisper" not in bench.table(report(peer=False))
+    assert "step of 1 row / peer: 0.2" in lines
+    assert lines[-1] == "same text as peer: 2 of 3 clips"
+    assert "peer" not in bench.table(report())
 
 
 def test_json_is_written_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "measure", lambda folder, clips, runs: report(peer=True))
+    monkeypatch.setattr(bench, "measure", lambda folder, clips, runs: report())
     arguments = ["--model", str(tmp_path), "--audio", "a.wav", "--json"]
     assert bench.main([*arguments, str(tmp_path / "bench.json")]) == 0
     assert json.loads((tmp_path / "bench.json").read_text())["step_seconds"]["5"]["median"] == 0.015
@@ -161,8 +164,13 @@ def test_json_is_written_whole_or_not_at_all(
 
 @pytest.mark.slow
 def test_a_real_run(
-    tiny_en: Path, speech_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_en: Path,
+    speech_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(bench, "PEERS", {"mlx-whisper float32": "float32"})  # half precision takes long here
     clip = speech_dir / "librivox" / "sense_and_sensibility_01_austen_64kb-0880.wav"
     place = tmp_path / "bench.json"
     assert (
@@ -171,10 +179,30 @@ def test_a_real_run(
     found = json.loads(place.read_text())
     assert {"date", "machine", "versions", "model", "clips", "cached_rows"} < set(found)
     assert found["audio_seconds"] == 2.99
-    widths = [name for name in found["step_seconds"] if name != PEER]
-    assert widths == [str(width) for width in range(1, 9)]
+    peers = ["mlx-whisper float32"] if importlib.util.find_spec("mlx_whisper") else []
+    assert list(found["step_seconds"]) == [str(width) for width in range(1, 9)] + peers
+    assert list(found["transcription_seconds"]) == ["mlx-medusa", *peers]
     for timing in [*found["step_seconds"].values(), *found["transcription_seconds"].values()]:
         assert 0 < timing["minimum"] <= timing["median"] <= timing["maximum"]
-    if importlib.util.find_spec("mlx_whisper"):
-        assert found["same_text"] == [True]
-    assert "same text" in capsys.readouterr().out
+    assert found["clips_with_the_same_text"] == dict.fromkeys(peers, 1)
+    assert "step, 8 rows" in capsys.readouterr().out
+
+
+def test_without_mlx_whisper_its_rows_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert bench.make_peers(None, tmp_path) == {}
+    assert "mlx-whisper is not installed" in capsys.readouterr().err
+
+
+def test_preparation_comes_before_an_action_and_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(bench, "perf_counter", lambda: now[0])
+    found = bench.interleave({"a": lambda: spend(2)}, runs=2, warm_up=0, prepare={"a": lambda: spend(100)})
+    assert found == {"a": Timing(2, 2, 2, 2)}
+    assert now == [204]
