@@ -47,14 +47,16 @@ def read_heads(path_or_repo: str | Path) -> tuple[dict[str, Any], Arrays]:
         arrays = _stack(_flatten(path), path)
         heads, dim = arrays["layers.0.bias"].shape
         layers = sum(name.endswith(".bias") for name in arrays)
-        tied = "projection.weight" not in arrays
+        own = arrays.get("projection.weight")
         config = {
             "type": "medusa",
             "num_heads": heads,
             "num_layers": layers,
             "hidden_size": dim,
-            "tied": tied,
+            "tied": own is None,
         }
+        if own is not None:
+            config["vocab_size"] = own.shape[1]
     _check_adapter(path.parent / "adapter_config.json", config)
     for name, array in arrays.items():
         if mx.issubdtype(array.dtype, mx.floating) and not mx.all(mx.isfinite(array)).item():

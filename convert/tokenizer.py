@@ -40,7 +40,7 @@ def special_tokens(languages: int) -> list[str]:
 def tokenizer_json(source: Path | None, vocab_size: int) -> dict[str, Any]:
     """The tokenizer of the folder ``source``, else the bundled one for ``vocab_size``.
 
-    Raises CheckpointError if it is broken, too large for the model, or if there is neither.
+    Raises CheckpointError if it is broken or not this model's, or if there is neither.
     """
     if source is not None and (source / "tokenizer.json").is_file():
         path = source / "tokenizer.json"
@@ -51,9 +51,12 @@ def tokenizer_json(source: Path | None, vocab_size: int) -> dict[str, Any]:
     else:
         path = source or Path("tokenizer.json")
         tokenizer = bundled(vocab_size, path)
-    highest = max(token_ids(tokenizer, path).values(), default=-1)
-    if highest >= vocab_size:
-        raise CheckpointError(f"{path}: token {highest} is past the model's vocabulary of {vocab_size}")
+    ids = token_ids(tokenizer, path)
+    for name in (START, END, NO_TIMESTAMPS):
+        if ids.get(name, vocab_size) >= vocab_size:
+            raise CheckpointError(
+                f"{path}: has no {name} within the model's {vocab_size} tokens; not its tokenizer"
+            )
     return tokenizer
 
 

@@ -56,20 +56,19 @@ def resolve(path_or_repo: str | Path, *, patterns: Iterable[str] = MODEL_PATTERN
 def _from_hub(repo: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
-    try:
-        folder = Path(snapshot_download(repo, allow_patterns=patterns, local_files_only=True))
-        if _is_whole(folder):
-            return folder
-    except Exception:  # not in the cache, whatever the hub's library calls that
-        pass
-    try:
-        return Path(snapshot_download(repo, allow_patterns=patterns))
-    except Exception as error:
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise CheckpointError(
-            f"{repo}: no such folder, not in the hub's cache, and the hub cannot be reached or does not have it "
-            f"({reason}); with a network, fetch it by: hf download {repo}"
-        ) from error
+    reason = "the copy in the cache is not whole"
+    for offline in (True, False):  # the cache first: a network that hangs must not delay what is here
+        try:
+            folder = Path(snapshot_download(repo, allow_patterns=patterns, local_files_only=offline))
+        except Exception as error:  # the hub's library, its HTTP client and the system each have their own
+            reason = " ".join(str(error).split())[:160] or type(error).__name__
+        else:
+            if _is_whole(folder):
+                return folder
+    raise CheckpointError(
+        f"{repo}: no such folder, not in the hub's cache, and not to be had from the hub ({reason}); "
+        f"with a network, fetch it by: hf download {repo}"
+    )
 
 
 def _is_whole(folder: Path) -> bool:
@@ -221,7 +220,7 @@ def load_into(
     try:
         if on_cpu:
             dtype = mx.float32
-            for layer in layers:
+            for layer in sorted(layers):
                 _dequantize_layer(weights, layer, settings_for(quantization, layer))
         elif layers:
             nn.quantize(
@@ -275,7 +274,10 @@ def _dequantize_layer(weights: dict[str, mx.array], layer: str, settings: Mappin
     if weight is None:
         return  # check_tensors names it
     scales, biases = weights.pop(f"{layer}.scales"), weights.pop(f"{layer}.biases", None)
-    weights[f"{layer}.weight"] = dequantize(weight, scales, biases, settings, mx.float32)
+    try:
+        weights[f"{layer}.weight"] = dequantize(weight, scales, biases, settings, mx.float32)
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise ValueError(f"{layer}: {error}") from error
 
 
 def check_tensors(

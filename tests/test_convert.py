@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -789,11 +790,20 @@ def test_no_tokenizer_for_an_odd_vocabulary(tmp_path: Path, out: Path) -> None:
         convert(source, out)
 
 
+def test_tokenizer_of_another_model(hf: Path, tmp_path: Path, out: Path) -> None:
+    source = break_hf(hf, tmp_path / "mixed", lambda t: None)
+    (source / "tokenizer.json").write_text('{"added_tokens": [], "model": {"vocab": {"a": 0}}}')
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: has no <\|startoftranscript\|>"):
+        convert(source, out)
+    (source / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a tokenizer"):
+        convert(source, out)
+
+
 def test_settings_of_the_source_stay(hf: Path, tmp_path: Path, out: Path) -> None:
     source = break_hf(hf, tmp_path / "fine-tune", lambda t: None)
     own = {"no_timestamps_token_id": 50362, "alignment_heads": [[1, 1]], "forced_decoder_ids": None}
     (source / "generation_config.json").write_text(json.dumps(own))
-    (source / "tokenizer.json").write_text(json.dumps(json.loads(_tokenizer(tmp_path))))
     convert(source, out)
     made = json.loads((out / "generation_config.json").read_text())
     assert made["alignment_heads"] == [[1, 1]]
@@ -801,12 +811,6 @@ def test_settings_of_the_source_stay(hf: Path, tmp_path: Path, out: Path) -> Non
         made["suppress_tokens"] == []
     )  # it knows Whisper's settings and suppresses nothing, so neither do we
     assert made["max_initial_timestamp_index"] == 50
-
-
-def _tokenizer(folder: Path) -> str:
-    from convert import tokenizer
-
-    return json.dumps(tokenizer.bundled(51864, folder))
 
 
 def test_card_has_no_local_path(hf: Path, out: Path) -> None:
@@ -822,30 +826,28 @@ def test_card_has_no_local_path(hf: Path, out: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss is in kilobytes on Linux only")
-def test_full_size_model_in_two_gigabytes(tmp_path: Path) -> None:
-    """whisper-large-v3's shape, 3.1 GB of float16: half a minute, 7 GB of disk."""
-    import shutil
-
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
+def test_full_size_model_in_bounded_memory(tmp_path: Path) -> None:
+    """whisper-large-v3's shape, 3.1 GB of float16, in under 1 GB: half a minute, 7 GB of disk."""
     from make_random_checkpoint import make
 
     if shutil.disk_usage(tmp_path).free < 10 << 30:
         pytest.skip("needs 10 GB of free disk")
     make(tmp_path / "large")
     code = (
-        "import resource, sys; from convert.cli import main; main(sys.argv[1:]); "
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "import re, sys; from pathlib import Path; from convert.cli import main; main(sys.argv[1:]); "
+        "print(re.search(r'VmHWM:\\s+(\\d+) kB', Path('/proc/self/status').read_text())[1])"
     )
-    for options, limit in ([], 1.0), (["--q-bits", "4"], 1.0), (["--quant-predicate", "mixed_4_8"], 1.0):
+    for options in ([], ["--q-bits", "4"]):
         done = subprocess.run(
             [
                 sys.executable,
                 "-c",
                 code,
                 "--base",
-                str(tmp_path / "large"),
+                tmp_path / "large",
                 "--mlx-path",
-                str(tmp_path / "out"),
+                tmp_path / "out",
                 *options,
             ],
             capture_output=True,
@@ -854,5 +856,5 @@ def test_full_size_model_in_two_gigabytes(tmp_path: Path) -> None:
             check=True,
         )
         shutil.rmtree(tmp_path / "out")
-        assert int(done.stdout.split()[-1]) < limit * (1 << 20), done.stdout
+        assert int(done.stdout.split()[-1]) < 1 << 20, done.stdout
     shutil.rmtree(tmp_path / "large")
