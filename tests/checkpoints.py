@@ -54,6 +54,17 @@ def write_hf(folder: Path, dtype: torch.dtype = torch.float16, **changes: Any) -
     return folder
 
 
+def write_reference(folder: Path) -> Path:
+    """The same in float16, with openai's sinusoids as the encoder's positions: a source may leave those out."""
+    write_hf(folder)
+    tensors = read(folder)
+    angles = np.arange(FRAMES)[:, None] * np.exp(-np.log(10000) / (DIM // 2 - 1) * np.arange(DIM // 2))
+    table = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    tensors["model.encoder.embed_positions.weight"] = table.astype(np.float32).astype(np.float16)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 def read(folder: Path) -> Tensors:
     """All tensors of a folder, by the safetensors library."""
     found: Tensors = {}
@@ -213,3 +224,28 @@ def write_ct2(
         json.dumps(settings or {"suppress_ids": [1, 2], "suppress_ids_begin": [3]})
     )
     return folder
+
+
+def assert_same(folder: Path, expected: Tensors) -> None:
+    found = read(folder)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        np.testing.assert_array_equal(found[name], tensor, err_msg=name)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def break_hf(source: Path, folder: Path, change: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    tensors = read(source)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def cut(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
