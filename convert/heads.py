@@ -208,6 +208,10 @@ def write_heads(
         array = arrays.pop(name)
         if mx.issubdtype(array.dtype, mx.floating):
             array = array.astype(dtype)
+            if mx.any(mx.isinf(array)).item():
+                raise CheckpointError(
+                    f"heads: {name} holds values that {config['dtype']} cannot; use --dtype bfloat16"
+                )
         if recipe is None or name.endswith(".bias"):
             writer.add(name, array)
             continue

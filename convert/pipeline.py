@@ -100,7 +100,7 @@ def convert(
 
 
 def _check_options(
-    quantize: bool, dequantize: bool, q_heads: bool, dtype: str | None, settings: tuple
+    quantize: bool, dequantize: bool, q_heads: bool, dtype: str | None, settings: _Settings
 ) -> Recipe | None:
     if dtype is not None and dtype not in DTYPES:
         raise OptionError(f"--dtype {dtype}: not one of {', '.join(DTYPES)}")

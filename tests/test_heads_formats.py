@@ -342,6 +342,15 @@ def test_not_square(base: Path, tmp_path: Path, out: Path) -> None:
         convert(base, out, heads=faster_decoding_safetensors(state, tmp_path))
 
 
+def test_overflow(base: Path, tmp_path: Path, out: Path) -> None:
+    state = {name: tensor.bfloat16() for name, tensor in random_heads().items()}
+    state["0.0.linear.bias"][0] = 1e6
+    with pytest.raises(CheckpointError, match=r"layers\.0\.bias holds values that float16 cannot"):
+        convert(base, out, heads=prefixed(state, tmp_path))
+    assert list(out.parent.iterdir()) == []
+    convert(base, out, heads=prefixed(state, tmp_path), dtype="bfloat16")
+
+
 def test_adapter_config_disagrees(tmp_path: Path) -> None:
     folder = meralion(random_heads(), tmp_path)
     (folder / "adapter_config.json").write_text('{"num_heads": 4}')
