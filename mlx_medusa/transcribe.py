@@ -24,6 +24,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m mlx_medusa.transcribe",
         description="Transcribe speech with Whisper on MLX. The text is that of plain greedy decoding; Medusa heads, "
         "where the model has them, make it come in fewer passes.",
+        allow_abbrev=False,
     )
     p.add_argument(
         "audio", nargs="+", help="audio files (wav, flac, ogg, mp3; others through ffmpeg), or - for stdin"
@@ -65,7 +66,7 @@ def add(p: argparse.ArgumentParser, flag: str, *more: str, **settings: object) -
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    logging.basicConfig(format="transcribe: %(levelname)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(format="transcribe: %(levelname)s: %(message)s", stream=sys.stderr, force=True)
     logging.addLevelName(logging.WARNING, "warning")
     try:
         return run(args)

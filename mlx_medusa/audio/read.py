@@ -40,8 +40,8 @@ def read_blocks(source: Source) -> Iterator[np.ndarray]:
 
     ``source`` is a path, the bytes of an audio file, a binary file object (read from where it stands; it need
     not seek), or a 1-D array that is 16 kHz mono already (floating point, or int16, which is scaled).
-    Channels are averaged. Audio without a frame yields nothing. Do not write to the blocks of an array: they
-    may share its memory.
+    Channels are averaged. Audio without a frame, and an empty file, yield nothing. Do not write to the blocks
+    of an array: they may share its memory.
 
     Raises AudioError, at the first block or later: a damaged file may fail after some of it was yielded.
     """
@@ -51,6 +51,9 @@ def read_blocks(source: Source) -> Iterator[np.ndarray]:
     with ExitStack() as stack:  # closes the file, the decoder and ffmpeg also when the caller stops early
         file, name = _open(source, stack)
         try:
+            if not file.read(1):
+                return
+            file.seek(0)
             rate, chunks = _decode(file, name, stack)
             if not _RATES[0] <= rate <= _RATES[1]:
                 raise AudioError(
@@ -103,8 +106,6 @@ def _open(source: Any, stack: ExitStack) -> tuple[BinaryIO, str]:
     try:
         if not _stands_at_start(file):
             file = _copy(file, stack)
-        if file.seek(0, os.SEEK_END) == 0:
-            raise AudioError(f"{name}: is empty: record or export it anew")
         file.seek(0)
     except OSError as error:
         raise AudioError(f"{name}: cannot be read: {error.strerror or error}") from error

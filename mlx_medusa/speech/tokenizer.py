@@ -8,7 +8,6 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from mlx_medusa.errors import CheckpointError
-from mlx_medusa.speech.languages import LANGUAGES
 
 
 class WhisperTokenizer:
@@ -26,10 +25,8 @@ class WhisperTokenizer:
         self.timestamp_begin = self.no_timestamps + 1
         self.no_speech = self._id("<|nospeech|>", "<|nocaptions|>")
         self.tasks = {task: self._id(f"<|{task}|>") for task in ("transcribe", "translate")}
-        ids = (
-            {code: tokenizer.token_to_id(f"<|{code}|>") for code in LANGUAGES} if self.is_multilingual else {}
-        )
-        self.languages: dict[str, int] = {code: token for code, token in ids.items() if token is not None}
+        languages = (generation_config.get("lang_to_id") or {}) if self.is_multilingual else {}
+        self.languages: dict[str, int] = {name.strip("<|>"): token for name, token in languages.items()}
 
     @classmethod
     def from_folder(cls, folder: Path) -> "WhisperTokenizer":

@@ -253,7 +253,7 @@ def load(
     if heads is not None:
         from convert.heads import read_heads  # other people's formats; not needed otherwise
 
-        found = read_heads(Path(heads))
+        found = read_heads(heads)
     elif medusa:
         found = checkpoint.read_heads(folder)
     if found is None:
