@@ -137,7 +137,7 @@ def find_model(name: str | None) -> str | Path:
 
 def transcribe(transcriber: "Transcriber", name: str, options: "Options") -> "Transcription":
     """Transcribe a file or, for ``-``, standard input; AudioError if it holds no sample."""
-    result = transcriber.transcribe(sys.stdin.buffer if name == "-" else name, options)
+    result = transcriber.transcribe(sys.stdin.buffer if name == "-" else name, options, progress=True)
     if not result.duration:
         raise AudioError(f"{name}: holds no audio: record or export it anew")
     return result
@@ -196,11 +196,12 @@ def statistics(name: str, result: "Transcription") -> str:
     """One line for ``--stats``."""
     m = result.medusa
     rate = m.tokens / m.decode_seconds if m.decode_seconds else 0.0
-    heads = " ".join(f"{count / m.rounds:.0%}" for count in m.accepted_per_head) if m.rounds else ""
+    heads = " ".join(f"{count / max(m.rounds, 1):.0%}" for count in m.accepted_per_head)
+    how = f"accepted per head: {heads}" if heads else "plain greedy, no heads"
     return (
         f"{name}: audio {result.duration:.1f} s, encode {m.encode_seconds:.2f} s, decode {m.decode_seconds:.2f} s, "
         f"{m.tokens} tokens in {m.rounds} passes of width {m.width} ({rate:.0f} tokens/s), "
-        f"{m.tokens_per_verify:.2f} tokens per verify, accepted per head: {heads or 'no heads'}"
+        f"{m.tokens_per_verify:.2f} tokens per verify, {how}"
     )
 
 

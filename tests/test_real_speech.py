@@ -16,7 +16,7 @@ from clips import english, librivox_texts, nine_languages
 from record_golden import fingerprint
 
 from mlx_medusa import Transcriber, load
-from mlx_medusa.speech.transcriber import Options, _Progress
+from mlx_medusa.speech.transcriber import Options, _Session
 from mlx_medusa.speech.windows import Window
 
 HERE = Path(__file__).parent
@@ -61,7 +61,7 @@ def test_tiny_en_equals_transformers(tiny, speech_dir, languages_dir):
     assert not different
 
 
-class Session:
+class OneWindow:
     """Our decoding of one window, which is encoded once for several questions."""
 
     def __init__(self, transcriber: Transcriber, samples):
@@ -77,7 +77,7 @@ class Session:
         self.cache.rewind(self.cache.length)
         options = self.transcriber.check(Options(language, task, max_tokens=MAX_TOKENS))
         return self.transcriber._decode(
-            self.window, self.encoded, self.cache, options, _Progress(language)
+            self.window, self.encoded, self.cache, options, _Session(language)
         ).tokens
 
 
@@ -89,7 +89,7 @@ def test_base_equals_transformers_in_nine_languages(base, languages_dir):
     for name, samples in nine_languages(languages_dir):
         entry = expected.pop(name)
         assert fingerprint(samples) == entry["samples"], f"{name}: not the samples that were recorded"
-        session = Session(transcriber, samples)
+        session = OneWindow(transcriber, samples)
         language, probability = session.detect()
         assert (name, language) == (name, entry["language"])
         assert probability == pytest.approx(entry["probability"], abs=1e-3), name

@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_medusa.models.base import BaseModelArgs
+from mlx_medusa.models.layers import attention, gelu
 
 if TYPE_CHECKING:
     from mlx_medusa.medusa.cache import KVCache
@@ -61,7 +62,7 @@ class Attention(nn.Module):
         self, x: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None = None
     ) -> mx.array:
         queries = self.split(self.q_proj(x))  # [B, heads, W, d]
-        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
+        out = attention(queries, keys, values, self.scale, mask)
         return self.out_proj(out.swapaxes(1, 2).reshape(x.shape))
 
 
@@ -77,7 +78,7 @@ class EncoderLayer(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         h = self.self_attn_layer_norm(x)
         x = x + self.self_attn(h, *self.self_attn.keys_values(h))
-        return x + self.fc2(nn.gelu(self.fc1(self.final_layer_norm(x))))
+        return x + self.fc2(gelu(self.fc1(self.final_layer_norm(x))))
 
 
 class DecoderLayer(nn.Module):
@@ -96,7 +97,7 @@ class DecoderLayer(nn.Module):
         keys, values = cache.write(index, *self.self_attn.keys_values(h))
         x = x + self.self_attn(h, keys, values, mask)
         x = x + self.encoder_attn(self.encoder_attn_layer_norm(x), *cache.memory[index])
-        return x + self.fc2(nn.gelu(self.fc1(self.final_layer_norm(x))))
+        return x + self.fc2(gelu(self.fc1(self.final_layer_norm(x))))
 
 
 class Positions(nn.Module):
@@ -119,8 +120,8 @@ class Encoder(nn.Module):
         self.layer_norm = nn.LayerNorm(dim)
 
     def __call__(self, mel: mx.array) -> mx.array:
-        x = nn.gelu(self.conv1(mel.astype(self.conv1.weight.dtype)))
-        x = nn.gelu(self.conv2(x)) + self.embed_positions.weight  # [B, S, D]
+        x = gelu(self.conv1(mel.astype(self.conv1.weight.dtype)))
+        x = gelu(self.conv2(x)) + self.embed_positions.weight  # [B, S, D]
         for layer in self.layers:
             x = layer(x)
         return self.layer_norm(x)

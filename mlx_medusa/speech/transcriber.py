@@ -2,7 +2,6 @@
 
 import logging
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -10,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from tqdm import tqdm
 
 from mlx_medusa import blas, checkpoint, models
 from mlx_medusa.audio import SAMPLE_RATE, Source, log_mel, read_blocks
@@ -53,7 +53,7 @@ class Options:
 
 
 @dataclass
-class _Progress:
+class _Session:
     """What grows while one input is transcribed."""
 
     language: str | None
@@ -72,17 +72,21 @@ class Transcriber:
         self.tokenizer = tokenizer
         self.drafter: Drafter | None = None if heads is None else MedusaDrafter(heads, model.logits)
 
-    def transcribe(self, audio: Source, options: Options | None = None, **overrides: Any) -> Transcription:
+    def transcribe(
+        self, audio: Source, options: Options | None = None, *, progress: bool = False, **overrides: Any
+    ) -> Transcription:
         """Transcribe a file, bytes, a binary file object, or 16 kHz mono samples.
 
         ``overrides`` are fields of ``Options``. Raises AudioError for input that is no audio, OptionError for options
-        that do not fit the model. Audio without samples gives an empty text.
+        that do not fit the model. Audio without samples gives an empty text. ``progress`` shows a bar on a terminal.
         """
         options = self.check(replace(options or Options(), **overrides))
-        progress = _Progress(options.language)
-        for _ in self._segments(audio, options, progress):
-            pass
-        return self._result(progress, options)
+        session = _Session(options.language)
+        with tqdm(unit="s", desc="transcribed", disable=None if progress else True) as bar:
+            for window in windows(read_blocks(audio)):
+                self._window(window, options, session)
+                bar.update(round(session.samples / SAMPLE_RATE) - bar.n)
+        return self._result(session, options)
 
     def detect_language(self, audio: Source) -> tuple[str, float]:
         """The language code of the first 30 s and its probability among the languages of the model."""
@@ -111,22 +115,20 @@ class Transcriber:
             raise OptionError(f"width {width} needs {width - 1} heads, and there are {most - 1}: {cure}")
         return replace(options, language=language, width=width)
 
-    def _segments(self, audio: Source, options: Options, progress: _Progress) -> Iterator[Segment]:
-        """Transcribe window after window, adding to ``progress``."""
-        for window in windows(read_blocks(audio)):
-            start = perf_counter()
-            encoded = self._encode(window)
-            cache = self._cache(encoded)
-            middle = perf_counter()
-            if progress.language is None:
-                progress.language, _ = self._detect(cache)
-            segment = self._decode(window, encoded, cache, options, progress)
-            progress.samples += len(window.samples)
-            progress.encode_seconds += middle - start
-            progress.decode_seconds += perf_counter() - middle
-            if segment.text:
-                progress.segments.append(segment)
-                yield segment
+    def _window(self, window: Window, options: Options, session: _Session) -> None:
+        """Transcribe one window, adding to ``session``."""
+        start = perf_counter()
+        encoded = self._encode(window)
+        cache = self._cache(encoded)
+        middle = perf_counter()
+        if session.language is None:
+            session.language, _ = self._detect(cache)
+        segment = self._decode(window, encoded, cache, options, session)
+        if segment.text:
+            session.segments.append(segment)
+        session.samples += len(window.samples)
+        session.encode_seconds += middle - start
+        session.decode_seconds += perf_counter() - middle
 
     def _encode(self, window: Window) -> mx.array:
         """[1, S, D]"""
@@ -149,10 +151,10 @@ class Transcriber:
         return codes[best], float(mx.softmax(logits)[best])
 
     def _decode(
-        self, window: Window, encoded: mx.array, cache: KVCache, options: Options, progress: _Progress
+        self, window: Window, encoded: mx.array, cache: KVCache, options: Options, session: _Session
     ) -> Segment:
         """Decode one window with its cross-attention K/V in ``cache``."""
-        prompt = self.tokenizer.prompt(progress.language, options.task)
+        prompt = self.tokenizer.prompt(session.language, options.task)
         limits = Limits(frozenset([self.tokenizer.eot]), options.max_tokens or self.model.max_length // 2)
         rules = self._rules(len(prompt))
         state, first = prefill(self.model, prompt, cache, limits, rules)
@@ -169,7 +171,7 @@ class Transcriber:
                 drafter=self.drafter if options.medusa else None,
                 memory=encoded,
                 width=options.width or 1,
-                statistics=progress.statistics,
+                statistics=session.statistics,
             )
         )
         logprobs = float(mx.concatenate([run.logprobs for run in runs]).sum())
@@ -185,7 +187,7 @@ class Transcriber:
         tokens = [token for token in state.tokens[state.begin :] if token != self.tokenizer.eot]
         text = self.tokenizer.decode(tokens)
         return Segment(
-            id=len(progress.segments),
+            id=len(session.segments),
             seek=round(start * 100),
             start=start,
             end=start + len(window.samples) / SAMPLE_RATE,
@@ -204,13 +206,13 @@ class Transcriber:
             SuppressAtBegin(self.tokenizer.suppressed_at_begin, size, begin),
         ]
 
-    def _result(self, progress: _Progress, options: Options) -> Transcription:
-        counts = progress.statistics
+    def _result(self, session: _Session, options: Options) -> Transcription:
+        counts = session.statistics
         heads = counts.accepted_per_head + [0] * ((options.width or 1) - 1 - len(counts.accepted_per_head))
         return Transcription(
-            text="".join(segment.text for segment in progress.segments),
-            language=progress.language or "en",
-            segments=progress.segments,
+            text="".join(segment.text for segment in session.segments),
+            language=session.language or "en",
+            segments=session.segments,
             medusa=MedusaStatistics(
                 tokens=counts.tokens,
                 rounds=counts.rounds,
@@ -219,10 +221,10 @@ class Transcriber:
                 accepted_per_head=heads,
                 tokens_per_verify=counts.tokens_per_verify,
                 width=options.width or 1,
-                encode_seconds=progress.encode_seconds,
-                decode_seconds=progress.decode_seconds,
+                encode_seconds=session.encode_seconds,
+                decode_seconds=session.decode_seconds,
             ),
-            duration=progress.samples / SAMPLE_RATE,
+            duration=session.samples / SAMPLE_RATE,
         )
 
 
