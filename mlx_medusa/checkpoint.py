@@ -1,5 +1,6 @@
 """Read and write MLX model folders, local or from the hub.
- A folder holds config.json, safetensors shards with Hugging Face names and layouts, their index, the
+
+A folder holds config.json, safetensors shards with Hugging Face names and layouts, their index, the
 tokenizer, and medusa.safetensors if it has heads. Every file is checked before use; every folder is written
 under a temporary name and renamed when it is whole.
 """

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from checkpoints import Tensors, read, write_reference
 
 import mlx_medusa  # noqa: F401  first: on Linux it loads OpenBLAS before anything imports mlx
 from mlx_medusa.demo import MODEL_SHA256, PACKAGE, cache_dir, check_sha256, package_file
@@ -107,3 +108,21 @@ def converted(source: Path, folder: Path) -> Path:
 
     convert(base=source, mlx_path=folder / "model")
     return folder / "model"
+
+
+@pytest.fixture(scope="session")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random float16 Whisper as transformers saves it."""
+    return write_reference(tmp_path_factory.mktemp("source") / "hf")
+
+
+@pytest.fixture(scope="session")
+def tensors(hf: Path) -> Tensors:
+    return read(hf)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Where the folder goes, in a folder that holds nothing else."""
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out" / "model"

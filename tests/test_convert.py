@@ -23,7 +23,6 @@ from checkpoints import (
     write_hf,
     write_mlx_whisper,
     write_openai,
-    write_reference,
     write_sharded,
 )
 from safetensors.numpy import load_file, save_file
@@ -33,24 +32,6 @@ from mlx_medusa import models
 from mlx_medusa.errors import CheckpointError, OptionError
 
 EMBEDDING = "model.decoder.embed_tokens"
-
-
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random float16 Whisper as transformers saves it."""
-    return write_reference(tmp_path_factory.mktemp("source") / "hf")
-
-
-@pytest.fixture(scope="module")
-def tensors(hf: Path) -> Tensors:
-    return read(hf)
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    """Where the folder goes, in a folder that holds nothing else."""
-    (tmp_path / "out").mkdir()
-    return tmp_path / "out" / "model"
 
 
 # ------------------------------------------------------------------------------------------ sources

@@ -25,7 +25,6 @@ from checkpoints import (
     write_ct2,
     write_mlx_whisper,
     write_openai,
-    write_reference,
 )
 
 from convert import convert
@@ -33,24 +32,6 @@ from convert.cli import main
 from mlx_medusa.errors import CheckpointError, MedusaError, OutputError
 
 EMBEDDING = "model.decoder.embed_tokens"
-
-
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random float16 Whisper as transformers saves it."""
-    return write_reference(tmp_path_factory.mktemp("source") / "hf")
-
-
-@pytest.fixture(scope="module")
-def tensors(hf: Path) -> Tensors:
-    return read(hf)
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    """Where the folder goes, in a folder that holds nothing else."""
-    (tmp_path / "out").mkdir()
-    return tmp_path / "out" / "model"
 
 
 # --------------------------------------------------------------------------------------- bad inputs

@@ -10,8 +10,6 @@ from checkpoints import (
     LAYERS,
     Tensors,
     config_of,
-    read,
-    write_reference,
 )
 from mlx.utils import tree_flatten
 
@@ -20,24 +18,6 @@ from mlx_medusa import models
 from mlx_medusa.errors import OptionError
 
 EMBEDDING = "model.decoder.embed_tokens"
-
-
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random float16 Whisper as transformers saves it."""
-    return write_reference(tmp_path_factory.mktemp("source") / "hf")
-
-
-@pytest.fixture(scope="module")
-def tensors(hf: Path) -> Tensors:
-    return read(hf)
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    """Where the folder goes, in a folder that holds nothing else."""
-    (tmp_path / "out").mkdir()
-    return tmp_path / "out" / "model"
 
 
 def test_four_bit_values(hf: Path, tensors: Tensors, out: Path) -> None:
