@@ -17,7 +17,8 @@ from checkpoints import write_hf
 from safetensors.numpy import save_file
 
 from convert import convert
-from mlx_medusa import load
+from mlx_medusa import Options, load
+from mlx_medusa.errors import OptionError
 from mlx_medusa.transcribe import main
 
 SPEECH = (np.random.default_rng(0).normal(size=32_000) * 0.1).astype(np.float32)  # 2 s
@@ -266,6 +267,18 @@ def test_an_english_model_says_that_it_knows_english_only(run, wav):
     assert "English only" in err
 
 
+def test_turbo_says_that_it_does_not_translate(tmp_path_factory, caplog):
+    """large-v3-turbo is known by its layers: 32 in the encoder, 4 in the decoder."""
+    folder = tmp_path_factory.mktemp("turbo")
+    write_hf(folder / "hf", vocab_size=51866, num_mel_bins=128, encoder_layers=32, decoder_layers=4)
+    convert(base=folder / "hf", mlx_path=folder / "model")
+    transcriber = load(folder / "model")
+    transcriber.check(Options(language="yue"))
+    assert not caplog.records
+    transcriber.check(Options(language="fr", task="translate"))
+    assert "not trained to translate" in caplog.text
+
+
 # ---- how it fails
 
 
@@ -348,6 +361,15 @@ def test_heads_from_a_file_replace_those_of_the_model(run, wav, tmp_path):
     heads = heads_file(tmp_path / "two.safetensors", count=2)
     result = json.loads(run(wav, "--heads", heads, "-f", "json")[1])
     assert result["medusa"]["width"] == 3
+
+
+def test_options_of_the_api_are_checked(model):
+    with pytest.raises(OptionError, match="float8"):
+        load(model, dtype="float8")
+    with pytest.raises(OptionError, match="dictate"):
+        Options(task="dictate")
+    with pytest.raises(OptionError, match="max_tokens"):
+        Options(max_tokens=0)
 
 
 @pytest.mark.parametrize(("width", "part"), [("5", "3"), ("0", "at least 1"), ("-2", "at least 1")])

@@ -26,6 +26,7 @@ from mlx_medusa.speech.windows import Window, windows
 logger = logging.getLogger("mlx_medusa")
 
 TASKS = ("transcribe", "translate")
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,9 @@ class Transcriber:
             language = "en"
         elif language is not None and language not in self.tokenizer.languages:
             raise OptionError(f"language {language!r} is not among those of this model")
+        args = self.model.args
+        if options.task == "translate" and (args.encoder_layers, args.decoder_layers) == (32, 4):
+            logger.warning("whisper-large-v3-turbo was not trained to translate: its text may not be English")
         most = 1 + (self.drafter.max_drafts if self.drafter and options.medusa else 0)
         width = options.width or most
         if width > most:
@@ -247,7 +251,9 @@ def load(
     CheckpointError if the files are not a model, or the heads do not fit it.
     """
     blas.print_notice()
-    kind = None if dtype is None else getattr(mx, dtype)
+    if dtype is not None and dtype not in DTYPES:
+        raise OptionError(f"dtype {dtype!r} is not known: use one of {', '.join(DTYPES)}")
+    kind = DTYPES[dtype] if dtype else None
     folder = checkpoint.resolve(model)
     whisper, _ = models.load(folder, kind)
     tokenizer = WhisperTokenizer.from_folder(folder)
