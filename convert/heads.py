@@ -18,6 +18,7 @@ from convert.quantize import Recipe
 from mlx_medusa import checkpoint
 from mlx_medusa.checkpoint import HEADS_FILE, ShardWriter, read_arrays, read_json, resolve
 from mlx_medusa.errors import CheckpointError, OptionError
+from mlx_medusa.medusa.drafters import check_vocabulary
 from mlx_medusa.shards import read_header
 
 PATTERNS = ("*.json", "*.safetensors", "*.pt")
@@ -35,8 +36,9 @@ def read_heads(path_or_repo: str | Path) -> tuple[dict[str, Any], Arrays]:
     """(``medusa`` config, arrays stacked over the heads) of a file, a folder or a hub repository.
 
     Arrays: layers.{l}.weight [K, D, D], layers.{l}.bias [K, D], and projection.weight [K, V, D] if the
-    heads have their own. Raises CheckpointError, which names the file and the tensor, for keys that are
-    unknown, missing or of unequal shapes, and for weights that are not finite.
+    heads have their own; those of recurrent heads are their parameters. Raises CheckpointError, which names
+    the file and the tensor, for keys that are unknown, missing or of unequal shapes, and for weights that are
+    not finite.
     """
     path = _find_file(resolve(path_or_repo, patterns=PATTERNS))
     if path.suffix == ".safetensors" and "medusa" in read_header(path)[1]:
@@ -163,12 +165,14 @@ def check_fit(config: Mapping[str, Any], arrays: Arrays, base: Mapping[str, Any]
         raise CheckpointError(
             f"{name}: the heads are for hidden size {dim}, but the base model has {base['d_model']}"
         )
-    if not config["tied"] and config["vocab_size"] != base["vocab_size"]:
+    if not config.get("tied", True) and config["vocab_size"] != base["vocab_size"]:
         raise CheckpointError(
             f"{name}: the heads' projections are for {config['vocab_size']} tokens, but the base model has "
             f"{base['vocab_size']}"
         )
     checkpoint.check_tensors(arrays, checkpoint.heads_shapes(config), name)
+    if "draft_vocabulary" in arrays:
+        check_vocabulary(arrays["draft_vocabulary"], base["vocab_size"], name)
 
 
 def unquantized(config: dict[str, Any], arrays: Arrays, dtype: mx.Dtype) -> tuple[dict[str, Any], Arrays]:
@@ -176,11 +180,12 @@ def unquantized(config: dict[str, Any], arrays: Arrays, dtype: mx.Dtype) -> tupl
     settings = config.get("quantization")
     if not settings:
         return config, arrays
-    full = {name: array for name, array in arrays.items() if name.endswith(".bias")}
-    for name in (name for name in arrays if name.endswith(".scales")):
-        layer = name.removesuffix(".scales")
+    layers = [name.removesuffix(".scales") for name in arrays if name.endswith(".scales")]
+    packed = {f"{layer}.{part}" for layer in layers for part in ("weight", "scales", "biases")}
+    full = {name: array for name, array in arrays.items() if name not in packed}
+    for layer in layers:
         full[f"{layer}.weight"] = checkpoint.dequantize(
-            arrays[f"{layer}.weight"], arrays[name], arrays.get(f"{layer}.biases"), settings, dtype
+            arrays[f"{layer}.weight"], arrays[f"{layer}.scales"], arrays.get(f"{layer}.biases"), settings, dtype
         )
     return {key: value for key, value in config.items() if key != "quantization"}, full
 
@@ -198,10 +203,9 @@ def write_heads(
             raise OptionError(
                 "--q-heads: these heads are quantized already; drop the option, or use the original heads"
             )
-        if config["hidden_size"] % recipe.group_size:
-            raise OptionError(
-                f"--q-heads: hidden size {config['hidden_size']} is no multiple of {recipe.group_size}"
-            )
+        for size in (config["hidden_size"], config.get("ffn_dim", 0)):
+            if size % recipe.group_size:
+                raise OptionError(f"--q-heads: hidden size {size} is no multiple of {recipe.group_size}")
         config["quantization"] = recipe.high_settings  # few parameters, so a mixed recipe spares them
     writer = ShardWriter(folder, "medusa", metadata={"medusa": json.dumps(config)}, shard_bytes=1 << 62)
     for name in sorted(arrays):
@@ -212,7 +216,7 @@ def write_heads(
                 raise CheckpointError(
                     f"heads: {name} holds values that {config['dtype']} cannot; use --dtype bfloat16"
                 )
-        if recipe is None or name.endswith(".bias"):
+        if recipe is None or array.ndim == 1 or name.endswith(".bias"):
             writer.add(name, array)
             continue
         layer = name.removesuffix("weight")

@@ -51,7 +51,7 @@ class Report:
             for reason, names in self.skipped.items():
                 yield f"  left unquantized ({reason}): {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
         if self.heads:
-            kind = "tied" if self.heads["tied"] else "with their own projections"
+            kind = "tied" if self.heads.get("tied", True) else "with their own projections"
             bits = self.heads.get("quantization", {}).get("bits")
             yield f"{self.heads['num_heads']} Medusa heads, {kind}, {f'{bits} bits' if bits else self.heads['dtype']}"
         yield f"{self.size_before / 1e6:.1f} MB -> {self.size_after / 1e6:.1f} MB in {self.folder}"

@@ -311,9 +311,10 @@ def read_heads(path: Path) -> tuple[dict[str, Any], dict[str, mx.array]] | None:
     """(medusa config, lazy arrays) of a model folder or of a lone medusa.safetensors; None if a folder has
     no heads.
 
-    Arrays: layers.{l}.weight [K, D, D], layers.{l}.bias [K, D], projection.weight [K, V, D] if not tied;
-    quantized ones have .scales and .biases beside .weight. Raises CheckpointError if the file and its
-    config do not agree.
+    Arrays of plain heads: layers.{l}.weight [K, D, D], layers.{l}.bias [K, D], projection.weight [K, V, D] if
+    not tied. Of recurrent ones: the parameters of ``RecurrentHeads``. Of both: draft_vocabulary [N] int32 if the
+    config names its size. Quantized ones have .scales and .biases beside .weight. Raises CheckpointError if the
+    file and its config do not agree.
     """
     path = Path(path)
     file = path / HEADS_FILE if path.is_dir() else path
@@ -335,25 +336,50 @@ def read_heads(path: Path) -> tuple[dict[str, Any], dict[str, mx.array]] | None:
 
 
 def heads_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the arrays that heads with this ``medusa`` config have. KeyError if one is missing."""
-    heads, dim = int(config["num_heads"]), int(config["hidden_size"])
-    full: dict[str, tuple[int, ...]] = {}
-    for layer in range(int(config["num_layers"])):
-        full[f"layers.{layer}.weight"] = (heads, dim, dim)
-        full[f"layers.{layer}.bias"] = (heads, dim)
-    if not config["tied"]:
-        full["projection.weight"] = (heads, int(config["vocab_size"]), dim)
+    """Names and shapes of the arrays that heads with this ``medusa`` config have.
+
+    KeyError if a setting is missing or the type is unknown.
+    """
+    full = _HEADS_SHAPES[config.get("type", "medusa")](config)
     settings = config.get("quantization")
-    if not settings:
-        return full
     shapes = {}
     for name, shape in full.items():
-        if name.endswith(".bias"):
+        if not settings or len(shape) == 1 or name.endswith(".bias"):
             shapes[name] = shape
             continue
-        for part, size in quantized_sizes(dim, settings).items():
+        for part, size in quantized_sizes(shape[-1], settings).items():
             shapes[f"{name[: -len('weight')]}{part}"] = (*shape[:-1], size)
+    if size := int(config.get("draft_vocabulary") or 0):
+        shapes["draft_vocabulary"] = (size,)
     return shapes
+
+
+def _medusa_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    heads, dim = int(config["num_heads"]), int(config["hidden_size"])
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(int(config["num_layers"])):
+        shapes[f"layers.{layer}.weight"] = (heads, dim, dim)
+        shapes[f"layers.{layer}.bias"] = (heads, dim)
+    if not config["tied"]:
+        shapes["projection.weight"] = (heads, int(config["vocab_size"]), dim)
+    return shapes
+
+
+def _recurrent_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    dim, ffn_dim = int(config["hidden_size"]), int(config["ffn_dim"])
+    linear = {"joint": (dim, 2 * dim)}
+    norms = ["state_norm", "token_norm", "layer_norm"]
+    for layer in range(int(config["num_layers"])):
+        prefix = f"layers.{layer}"
+        linear |= {f"{prefix}.encoder_attn.{part}_proj": (dim, dim) for part in ("q", "k", "v", "out")}
+        linear |= {f"{prefix}.fc1": (ffn_dim, dim), f"{prefix}.fc2": (dim, ffn_dim)}
+        norms += [f"{prefix}.encoder_attn_layer_norm", f"{prefix}.final_layer_norm"]
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in linear.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in linear.items() if not name.endswith("k_proj")}
+    return shapes | {f"{name}.{part}": (dim,) for name in norms for part in ("weight", "bias")}
+
+
+_HEADS_SHAPES = {"medusa": _medusa_shapes, "recurrent": _recurrent_shapes}  # by the config's ``type``
 
 
 def quantized_sizes(dim: int, settings: Mapping[str, Any]) -> dict[str, int]:

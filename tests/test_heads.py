@@ -7,6 +7,7 @@ import torch
 from mlx.nn import quantize
 
 from mlx_medusa.errors import CheckpointError
+from mlx_medusa.medusa.drafters import build_heads
 from mlx_medusa.medusa.heads import HeadsArgs, MedusaDrafter, MedusaHeads
 
 DIM, VOCAB = 64, 90
@@ -68,17 +69,24 @@ def test_quantized_heads_equal_their_dequantized_weights(tied, mode, bits, group
     quantize(module, group, bits, mode=mode)
     hidden = np.random.default_rng(1).normal(size=DIM).astype(np.float32)
     shared = np.eye(DIM, dtype=np.float32)
-    states = module(mx.array(hidden), 4)
+    states = module(mx.array(hidden)[None], 4)
     logits = states[:, 0] if tied else module.projection(states)[:, 0]
     expected = np.stack([expected_logits(arrays, hidden, shared, head) for head in range(4)])
     np.testing.assert_allclose(np.array(logits), expected, rtol=2e-3, atol=2e-2)
 
 
 @pytest.mark.parametrize(
-    "change", [{"num_heads": None}, {"num_layers": 0}, {"hidden_size": "384"}, {"type": "eagle"}]
+    "change",
+    [
+        {"num_heads": None},
+        {"num_layers": 0},
+        {"hidden_size": "384"},
+        {"type": "eagle"},
+        {"tied": False, "vocab_size": 9, "draft_vocabulary": 3},
+    ],
 )
 def test_broken_settings_are_refused(change):
     good = {"type": "medusa", "num_heads": 4, "num_layers": 1, "hidden_size": 64}
     assert HeadsArgs.from_config(good, "x") == HeadsArgs(4, 1, 64)
     with pytest.raises(CheckpointError, match=r"heads\.safetensors"):
-        HeadsArgs.from_config({**good, **change}, "heads.safetensors")
+        build_heads({**good, **change}, "heads.safetensors")

@@ -13,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+import torch
 from checkpoints import write_hf
 from safetensors.numpy import save_file
+from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 
 from convert import convert
 from mlx_medusa import Options, load
@@ -116,7 +118,7 @@ def test_json_is_the_result_dict_of_openai_whisper(run, wav):
         2.0,
         0,
     )
-    data = segment["text"].encode()
+    data = segment["text"].strip().encode()  # as openai/whisper and mlx-whisper
     assert segment["compression_ratio"] == pytest.approx(len(data) / len(zlib.compress(data)))
     assert segment["avg_logprob"] < 0
     assert 0 < segment["no_speech_prob"] < 1
@@ -234,6 +236,19 @@ def test_api_gives_an_empty_result_for_no_audio(model, empty):
     result = load(model).transcribe(empty)
     assert (result.text, result.segments, result.medusa.rounds, result.duration) == ("", [], 0, 0)
     assert result.to_dict()["medusa"]["tokens_per_verify"] == 0
+
+
+def test_no_speech_probability_is_that_of_transformers(model, wav):
+    """The probability of <|nocaptions|> after <|startoftranscript|>, over the whole vocabulary."""
+    theirs = WhisperForConditionalGeneration.from_pretrained(model, dtype=torch.float32).eval()
+    features = WhisperFeatureExtractor.from_pretrained(model)(
+        SPEECH, sampling_rate=16_000, return_tensors="pt"
+    )
+    with torch.no_grad():
+        start = torch.tensor([[50257, 50362]])
+        logits = theirs(input_features=features.input_features, decoder_input_ids=start).logits[0, 0]
+    (segment,) = load(model).transcribe(SPEECH).segments
+    assert segment.no_speech_prob == pytest.approx(torch.softmax(logits, -1)[50361].item(), rel=1e-3)
 
 
 # ---- languages

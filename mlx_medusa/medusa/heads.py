@@ -12,7 +12,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_medusa.errors import CheckpointError
-from mlx_medusa.medusa.rules import highest
 
 
 @dataclass(frozen=True)
@@ -24,25 +23,26 @@ class HeadsArgs:
     hidden_size: int
     tied: bool = True  # the verifier's own vocabulary projection serves all heads
     vocab_size: int = 0  # of the heads' own projections, where they are not tied
+    draft_vocabulary: int = 0  # number of tokens that tied heads can guess; 0: all
 
     @classmethod
     def from_config(cls, config: dict[str, Any], source: object) -> "HeadsArgs":
-        """Read the settings; CheckpointError if the kind is not known or one is missing."""
-        if config.get("type", "medusa") != "medusa":
-            raise CheckpointError(
-                f"{source}: heads of type {config['type']!r} are not supported (supported: medusa)"
-            )
+        """Read the settings; CheckpointError if one is missing."""
         for name in ("num_heads", "num_layers", "hidden_size"):
             if not isinstance(config.get(name), int) or config[name] < 1:
                 raise CheckpointError(
                     f"{source}: medusa setting {name!r} is {config.get(name)!r}, expected a number"
                 )
+        if config.get("draft_vocabulary") and not config.get("tied", True):
+            raise CheckpointError(
+                f"{source}: heads with their own projection have no draft vocabulary: train them again"
+            )
         names = (f.name for f in fields(cls) if f.name in config)
         return cls(**{name: config[name] for name in names})
 
 
 class StackedLinear(nn.Module):
-    """The first n of K linear maps as one batched matmul: [n, 1, in] -> [n, 1, out]."""
+    """The first n of K linear maps as one batched matmul: [n, rows, in] -> [n, rows, out]."""
 
     def __init__(self, heads: int, inputs: int, outputs: int, bias: bool = True):
         super().__init__()
@@ -96,20 +96,33 @@ class MedusaHeads(nn.Module):
             self.projection = StackedLinear(args.num_heads, dim, args.vocab_size, bias=False)
 
     def __call__(self, hidden: mx.array, count: int) -> mx.array:
-        """State [D] that predicted the pending token -> states [count, 1, D] of the first ``count`` heads."""
-        x = mx.broadcast_to(hidden, (count, 1, hidden.shape[-1]))
+        """States [n, D] that predicted pending tokens -> states [count, n, D] of the first ``count`` heads."""
+        x = mx.broadcast_to(hidden, (count, *hidden.shape))
         for layer in self.layers:
             x = x + nn.silu(layer(x))
         return x
 
 
+def best(logits: mx.array, vocabulary: mx.array | None) -> mx.array:
+    """The id of the highest logit of each row of [n, N], of equal ones the first; ``vocabulary`` [N]: the columns'
+    ids (None: the columns themselves). Lazy, [n].
+    """
+    columns = mx.argmax(logits, axis=-1)
+    return columns if vocabulary is None else vocabulary[columns]
+
+
 class MedusaDrafter:
     """Medusa heads as a drafter: all guesses at once, from the one state that predicted the pending token."""
 
-    def __init__(self, heads: MedusaHeads, project: Callable[[mx.array], mx.array]):
-        """``project`` is the verifier's vocabulary projection, [..., D] -> [..., V]."""
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        project: Callable[[mx.array], mx.array],
+        vocabulary: mx.array | None = None,
+    ):
+        """``project`` takes states [n, D] to the verifier's logits [n, N] of the ids ``vocabulary`` [N] (None: all)."""
         self.heads = heads
-        self._project = project
+        self._project, self._vocabulary = project, vocabulary
 
     @property
     def max_drafts(self) -> int:
@@ -119,6 +132,10 @@ class MedusaDrafter:
         """Nothing to keep: each guess depends on one state alone."""
 
     def propose(self, hidden: mx.array, pending: int, count: int) -> list[int]:
-        states = self.heads(hidden[0, 0], min(count, self.max_drafts))
-        logits = self._project(states[:, 0]) if self.heads.args.tied else self.heads.projection(states)[:, 0]
-        return highest(logits)
+        states = self.heads(hidden[0], min(count, self.max_drafts))
+        if self.heads.args.tied:
+            guesses = best(self._project(states[:, 0]), self._vocabulary)
+        else:
+            guesses = best(self.heads.projection(states)[:, 0], None)
+        ids: list[int] = guesses.tolist()  # type: ignore[assignment]
+        return ids

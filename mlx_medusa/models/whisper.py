@@ -192,6 +192,14 @@ class Model(nn.Module):
         """Hidden [..., D] -> logits [..., V], by the tied token embedding."""
         return self.model.decoder.embed_tokens.as_linear(hidden)
 
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Ids [...] -> token embeddings [..., D], without positions; for drafters."""
+        return self.model.decoder.embed_tokens(tokens)
+
+    def projection_rows(self, tokens: mx.array) -> mx.array:
+        """Ids [n] -> their rows of the vocabulary projection, [n, D]: the token embedding is tied to it."""
+        return self.embed(tokens)
+
     @staticmethod
     def sanitize(weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Convolutions from PyTorch's [out, in, k] to MLX's [out, k, in]."""

@@ -13,10 +13,10 @@ from tqdm import tqdm
 
 from mlx_medusa import blas, checkpoint, models
 from mlx_medusa.audio import SAMPLE_RATE, Source, log_mel, read_blocks
-from mlx_medusa.errors import CheckpointError, MedusaError, OptionError
+from mlx_medusa.errors import MedusaError, OptionError
 from mlx_medusa.medusa.cache import KVCache
 from mlx_medusa.medusa.decode import Drafter, Limits, Statistics, generate, prefill
-from mlx_medusa.medusa.heads import HeadsArgs, MedusaDrafter, MedusaHeads
+from mlx_medusa.medusa.drafters import load_drafter
 from mlx_medusa.medusa.rules import Rule, Suppress, SuppressAtBegin
 from mlx_medusa.speech.languages import language_code
 from mlx_medusa.speech.results import MedusaStatistics, Segment, Transcription
@@ -68,10 +68,10 @@ class _Session:
 class Transcriber:
     """A loaded Whisper model with, if there are any, its Medusa heads. Load and use it on one thread."""
 
-    def __init__(self, model: Any, tokenizer: WhisperTokenizer, heads: MedusaHeads | None = None):
+    def __init__(self, model: Any, tokenizer: WhisperTokenizer, drafter: Drafter | None = None):
         self.model = model
         self.tokenizer = tokenizer
-        self.drafter: Drafter | None = None if heads is None else MedusaDrafter(heads, model.logits)
+        self.drafter = drafter
 
     def transcribe(
         self, audio: Source, options: Options | None = None, *, progress: bool = False, **overrides: Any
@@ -199,7 +199,7 @@ class Transcriber:
             tokens=tokens,
             temperature=0.0,
             avg_logprob=logprobs / (len(tokens) + 1),
-            compression_ratio=compression_ratio(text),
+            compression_ratio=compression_ratio(text.strip()),
             no_speech_prob=float(no_speech),
         )
 
@@ -266,24 +266,12 @@ def load(
         found = checkpoint.read_heads(folder)
     if found is None:
         return Transcriber(whisper, tokenizer)
-    config, arrays = found
-    return Transcriber(
-        whisper, tokenizer, _load_heads(config, arrays, whisper.args.d_model, kind, heads or folder)
+    drafter = load_drafter(
+        *found,
+        whisper,
+        whisper.args.d_model,
+        whisper.args.vocab_size,
+        dtype=kind,
+        source=heads or folder,
     )
-
-
-def _load_heads(
-    config: dict[str, Any],
-    arrays: dict[str, mx.array],
-    hidden_size: int,
-    dtype: mx.Dtype | None,
-    source: str | Path,
-) -> MedusaHeads:
-    args = HeadsArgs.from_config(config, source)
-    if args.hidden_size != hidden_size:
-        raise CheckpointError(
-            f"{source}: heads of hidden size {args.hidden_size} do not fit a model of {hidden_size}: use its own heads"
-        )
-    module = MedusaHeads(args)
-    checkpoint.load_into(module, arrays, quantization=config.get("quantization"), dtype=dtype, source=source)
-    return module
+    return Transcriber(whisper, tokenizer, drafter)
