@@ -1,0 +1,117 @@
+"""From a heads file to a drafter. A new kind of heads is a line in ``KINDS`` and one in ``checkpoint``'s shapes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_medusa import checkpoint
+from mlx_medusa.errors import CheckpointError
+from mlx_medusa.medusa.decode import Drafter
+from mlx_medusa.medusa.heads import HeadsArgs, MedusaDrafter, MedusaHeads
+from mlx_medusa.medusa.recurrent import RecurrentArgs, RecurrentDrafter, RecurrentHeads
+
+
+class Base(Protocol):
+    """What drafters borrow from the verifier."""
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Ids [...] -> token embeddings [..., D], as the first layer would see them, without positions."""
+        ...
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """[..., D] -> [..., V]"""
+        ...
+
+    def projection_rows(self, tokens: mx.array) -> mx.array:
+        """Ids [n] -> their rows of the vocabulary projection, [n, D]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of heads: its settings, its module, and the drafter around that."""
+
+    args: Any
+    module: Any
+    drafter: Callable[[Any, Base, Callable[[mx.array], mx.array], mx.array | None], Drafter]
+
+
+KINDS = {  # ``type`` of the medusa config -> kind
+    "medusa": Kind(
+        HeadsArgs, MedusaHeads, lambda heads, base, project, ids: MedusaDrafter(heads, project, ids)
+    ),
+    "recurrent": Kind(
+        RecurrentArgs,
+        RecurrentHeads,
+        lambda heads, base, project, ids: RecurrentDrafter(heads, base.embed, project, ids),
+    ),
+}
+
+
+def kind_of(config: dict[str, Any], source: object) -> Kind:
+    """The kind that a medusa config names; CheckpointError if it is not known."""
+    name = config.get("type", "medusa")
+    if name not in KINDS:
+        known = ", ".join(KINDS)
+        raise CheckpointError(f"{source}: heads of type {name!r} are not supported (supported: {known})")
+    return KINDS[name]
+
+
+def build_heads(config: dict[str, Any], source: object) -> nn.Module:
+    """The module that a medusa config describes, untrained. CheckpointError if the settings are broken."""
+    kind = kind_of(config, source)
+    return kind.module(kind.args.from_config(config, source))
+
+
+def load_drafter(
+    config: dict[str, Any],
+    arrays: dict[str, mx.array],
+    base: Base,
+    hidden_size: int,
+    vocab_size: int,
+    *,
+    dtype: mx.Dtype | None,
+    source: str | Path,
+) -> Drafter:
+    """A drafter from what ``checkpoint.read_heads`` returns; empties ``arrays``.
+
+    ``hidden_size`` and ``vocab_size`` are the verifier's. Raises CheckpointError if the heads do not fit them.
+    """
+    heads = build_heads(config, source)
+    if config["hidden_size"] != hidden_size:
+        raise CheckpointError(
+            f"{source}: heads of hidden size {config['hidden_size']} do not fit a model of {hidden_size}: "
+            "use its own heads"
+        )
+    ids = arrays.pop("draft_vocabulary", None)
+    if ids is not None:
+        check_vocabulary(ids, vocab_size, source)
+    checkpoint.load_into(heads, arrays, quantization=config.get("quantization"), dtype=dtype, source=source)
+    return new_drafter(config, heads, base, ids, source)
+
+
+def new_drafter(
+    config: dict[str, Any], heads: nn.Module, base: Base, ids: mx.array | None, source: object = "heads"
+) -> Drafter:
+    """The drafter around loaded heads. With ``ids`` [N] it projects on those rows alone, gathered here once."""
+    project = base.logits
+    if ids is not None:
+        rows = mx.contiguous(base.projection_rows(ids))  # [N, D]
+        mx.eval(rows, ids)
+        project = lambda hidden: hidden @ rows.T  # noqa: E731 - it is the other branch of a choice
+    return kind_of(config, source).drafter(heads, base, project, ids)
+
+
+def check_vocabulary(ids: mx.array, vocab_size: int, source: object) -> None:
+    """CheckpointError unless ``ids`` [N] rise strictly (so that of equal logits the lowest id wins) below V."""
+    values: list[int] = ids.tolist()  # type: ignore[assignment]
+    rising = all(a < b for a, b in pairwise(values))
+    if not values or not rising or values[0] < 0 or values[-1] >= vocab_size:
+        raise CheckpointError(
+            f"{source}: draft_vocabulary must hold rising ids below {vocab_size}: train the heads again"
+        )

@@ -1,0 +1,151 @@
+"""Audio-aware recurrent heads: one small block that runs once per guess and listens while it guesses.
+
+The state that predicted the pending token and the embedding of the pending token are joined; the block attends to the
+verifier's memory (Whisper: the encoder output) and has one MLP; what comes out is the state that predicts the first
+guess. That state and the embedding of the first guess give the second one, and so on. Plain Medusa heads see only what
+the verifier's state holds, which for a small Whisper is little of the audio that is still to come.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_medusa.errors import CheckpointError
+from mlx_medusa.medusa.heads import best
+from mlx_medusa.models.layers import attention, gelu
+
+Memory = list[tuple[mx.array, mx.array]]  # K and V [B, heads, S, d], per layer
+
+
+@dataclass(frozen=True)
+class RecurrentArgs:
+    """The ``medusa`` part of a folder's config, where its ``type`` is "recurrent"."""
+
+    num_heads: int  # guesses that the block was trained for
+    num_layers: int
+    hidden_size: int
+    attention_heads: int
+    ffn_dim: int
+    draft_vocabulary: int = 0  # number of tokens that it can guess; 0: all
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], source: object) -> "RecurrentArgs":
+        """Read the settings; CheckpointError if one is missing or impossible."""
+        values = {field.name: config.get(field.name, 0) for field in fields(cls)}
+        for name, value in values.items():
+            least = 0 if name == "draft_vocabulary" else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise CheckpointError(f"{source}: medusa setting {name!r} is {value!r}, expected a number")
+        args = cls(**values)
+        if args.hidden_size % args.attention_heads:
+            raise CheckpointError(f"{source}: 'attention_heads' does not divide 'hidden_size'")
+        return args
+
+
+class CrossAttention(nn.Module):
+    """Attention to a memory whose K and V the caller keeps; parameters are named as in Whisper's decoder."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.q_proj = nn.Linear(dim, dim)
+        self.k_proj = nn.Linear(dim, dim, bias=False)
+        self.v_proj = nn.Linear(dim, dim)
+        self.out_proj = nn.Linear(dim, dim)
+
+    def _split(self, x: mx.array) -> mx.array:
+        """[B, T, D] -> [B, heads, T, D / heads]"""
+        return x.reshape(*x.shape[:2], self.heads, -1).swapaxes(1, 2)
+
+    def keys_values(self, memory: mx.array) -> tuple[mx.array, mx.array]:
+        """Memory [B, S, D] -> K and V [B, heads, S, D / heads]"""
+        return self._split(self.k_proj(memory)), self._split(self.v_proj(memory))
+
+    def __call__(self, x: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        queries = self._split(self.q_proj(x))
+        out = attention(queries, keys, values, queries.shape[-1] ** -0.5)
+        return self.out_proj(out.swapaxes(1, 2).reshape(x.shape))
+
+
+class Layer(nn.Module):
+    """Whisper's decoder layer without the self-attention."""
+
+    def __init__(self, dim: int, heads: int, ffn_dim: int):
+        super().__init__()
+        self.encoder_attn = CrossAttention(dim, heads)
+        self.encoder_attn_layer_norm = nn.LayerNorm(dim)
+        self.fc1 = nn.Linear(dim, ffn_dim)
+        self.fc2 = nn.Linear(ffn_dim, dim)
+        self.final_layer_norm = nn.LayerNorm(dim)
+
+    def __call__(self, x: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        x = x + self.encoder_attn(self.encoder_attn_layer_norm(x), keys, values)
+        return x + self.fc2(gelu(self.fc1(self.final_layer_norm(x))))
+
+
+class RecurrentHeads(nn.Module):
+    """The block. Its vocabulary projection and token embedding are the verifier's."""
+
+    def __init__(self, args: RecurrentArgs):
+        super().__init__()
+        self.args = args
+        dim = args.hidden_size
+        self.state_norm = nn.LayerNorm(dim)
+        self.token_norm = nn.LayerNorm(dim)
+        self.joint = nn.Linear(2 * dim, dim)
+        self.layers = [Layer(dim, args.attention_heads, args.ffn_dim) for _ in range(args.num_layers)]
+        self.layer_norm = nn.LayerNorm(dim)
+
+    def attend(self, memory: mx.array) -> Memory:
+        """K and V per layer of a memory [B, S, D]: once per sequence, contiguous as attention reads them."""
+        found = [layer.encoder_attn.keys_values(memory) for layer in self.layers]
+        return [(mx.contiguous(keys), mx.contiguous(values)) for keys, values in found]
+
+    def __call__(self, state: mx.array, embedded: mx.array, memory: Memory) -> mx.array:
+        """State and embedding of the newest token [B, T, D] -> the next state [B, T, D], for ``layer_norm``."""
+        x = self.joint(mx.concatenate([self.state_norm(state), self.token_norm(embedded)], axis=-1))
+        for layer, (keys, values) in zip(self.layers, memory, strict=True):
+            x = layer(x, keys, values)
+        return x
+
+
+class RecurrentDrafter:
+    """Recurrent heads as a drafter: a chain, each guess made from the one before."""
+
+    def __init__(
+        self,
+        heads: RecurrentHeads,
+        embed: Callable[[mx.array], mx.array],
+        project: Callable[[mx.array], mx.array],
+        vocabulary: mx.array | None = None,
+    ):
+        """``embed`` takes ids [n] to [n, D], ``project`` states [n, D] to logits [n, N] of the ids ``vocabulary``
+        [N] (None: of all).
+        """
+        self.heads = heads
+        self._embed, self._project, self._vocabulary = embed, project, vocabulary
+        self._memory: Memory = []
+
+    @property
+    def max_drafts(self) -> int:
+        return self.heads.args.num_heads
+
+    def begin(self, memory: mx.array | None) -> None:
+        """Project the memory [1, S, D] to K and V, which serve all guesses of the sequence."""
+        assert memory is not None, "recurrent heads attend to the verifier's memory"
+        self._memory = self.heads.attend(memory)
+        mx.eval(self._memory)
+
+    def propose(self, hidden: mx.array, pending: int, count: int) -> list[int]:
+        """One graph for all guesses: a guess feeds the next one on the device, and the host waits once."""
+        state, token = hidden, mx.array([pending])
+        guesses = []
+        for _ in range(min(count, self.max_drafts)):
+            state = self.heads(state, self._embed(token)[None], self._memory)
+            token = best(self._project(self.heads.layer_norm(state)[0]), self._vocabulary)
+            guesses.append(token)
+        ids: list[int] = mx.concatenate(guesses).tolist()  # type: ignore[assignment]
+        return ids
