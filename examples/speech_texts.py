@@ -329,6 +329,8 @@ RANKS = [
     "king",
 ]
 SUITS = ["clubs", "diamonds", "hearts", "spades"]
+WAYS = ["back", "left", "right", "straight on"]
+TURNS = ["on", "off", "around"]
 
 
 def number(value: int) -> str:
@@ -354,8 +356,8 @@ def _command(rng: random.Random) -> str:
     thing, place = rng.choice(THINGS), rng.choice(["left", "right", "top", "back", "front"])
     return rng.choice(
         [
-            f"Turn the {thing} {rng.choice(['on', 'off', 'around'])} in {number(rng.randint(2, 60))} minutes.",
-            f"Go {rng.choice(['back', 'left', 'right', 'straight on'])} {number(rng.randint(2, 300))} feet and stop.",
+            f"Turn the {thing} {rng.choice(TURNS)} in {number(rng.randint(2, 60))} minutes.",
+            f"Go {rng.choice(WAYS)} {number(rng.randint(2, 300))} feet and stop.",
             f"Please move the {thing} to the {place} of the room.",
             f"Call {rng.choice(NAMES)} {rng.choice(['at home', 'on the mobile', 'at work'])}.",
             f"Set an alarm for {_time(rng)} on {rng.choice(DAYS)}.",
