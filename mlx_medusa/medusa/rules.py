@@ -113,3 +113,33 @@ class Timestamps:
             floor = stamps[-1] if after_stamp and not paired else stamps[-1] + 1
             banned[self._first : floor] = True
         return banned
+
+
+class NoRepeatNGram:
+    """No run of ``size`` tokens comes twice, the prompt counted: transformers' ``NoRepeatNGramLogitsProcessor``.
+
+    Runs are found once for the prefix that the rows of a pass share, and only their last few for each row.
+    """
+
+    def __init__(self, size: int):
+        self._size = size
+
+    def __call__(self, prefixes: Sequence[Prefix], logits: mx.array) -> mx.array:
+        banned = [self._banned(prefix) for prefix in prefixes]
+        if not any(banned):
+            return logits
+        bias = np.zeros(logits.shape, dtype=np.float32)
+        for row, ids in zip(bias, banned, strict=True):
+            row[[token for token in ids if token < len(row)]] = -np.inf
+        return logits + mx.array(bias)
+
+    def _banned(self, prefix: Prefix) -> set[int]:
+        """What would complete a run that ``prefix`` holds already."""
+        count = self._size - 1
+        if len(prefix) < self._size:
+            return set()
+        tokens = np.asarray(prefix)
+        starts = np.ones(len(tokens) - count, dtype=bool)  # of runs that begin as the prefix ends
+        for offset in range(count):
+            starts &= tokens[offset : offset + len(starts)] == tokens[len(tokens) - count + offset]
+        return set(tokens[count:][starts].tolist())

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx_medusa import checkpoint
 from mlx_medusa.errors import CheckpointError
 
-ARCHITECTURES = {"whisper": "whisper"}  # config.json's model_type -> module in this package
+ARCHITECTURES = {"whisper": "whisper", "meralion2": "meralion2"}  # config.json's model_type -> module in this package
 
 
 def build(config: dict[str, Any], source: str | Path = "config.json") -> nn.Module:

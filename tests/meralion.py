@@ -1,0 +1,148 @@
+"""Random small MERaLiON-2 models in PyTorch, from transformers' parts and an adapter written from the published facts.
+
+``pair`` gives one and ours with the same weights, float32.
+"""
+
+import mlx.core as mx
+import numpy as np
+import torch
+from torch import nn
+from transformers import Gemma2Config, Gemma2ForCausalLM, WhisperConfig
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+from mlx_medusa import checkpoint, models
+from mlx_medusa.models.meralion2 import Speech
+
+torch.set_num_threads(1)  # models this small are slower on more
+
+FACTOR = 5  # encoder frames that become one row of speech
+
+
+class Adapter(nn.Module):
+    def __init__(self, kind, dim, out):
+        super().__init__()
+        inner = dim if kind == "v1" else 5 * dim
+        self.kind = kind
+        self.mlp_adapter = nn.Sequential(nn.Linear(dim * FACTOR, inner), nn.SiLU())
+        if kind == "v1":
+            self.speech_llm_proj = nn.Sequential(
+                nn.Linear(dim, 4 * dim), nn.SiLU(), nn.Dropout(0.1), nn.Linear(4 * dim, out)
+            )
+            return
+        if kind == "gated":
+            self.gate_proj, self.pool_proj = nn.Linear(inner, inner), nn.Linear(inner, inner)
+        self.out_proj = nn.Linear(inner, out)
+
+    def forward(self, frames):
+        batch, length, dim = frames.shape
+        x = self.mlp_adapter(frames.reshape(batch, length // FACTOR, dim * FACTOR))
+        if self.kind == "v1":
+            return self.speech_llm_proj(x)
+        if self.kind == "gated":
+            x = nn.functional.silu(self.gate_proj(x)) * self.pool_proj(x)
+        return self.out_proj(x)
+
+
+class Reference(nn.Module):
+    """Names as in a checkpoint."""
+
+    def __init__(self, speech, text, kind, speech_token):
+        super().__init__()
+        self.speech_encoder = WhisperEncoder(speech)
+        self.ln_speech = nn.LayerNorm(speech.d_model)
+        self.speech_audio_adapter = Adapter(kind, speech.d_model, text.hidden_size)
+        self.text_decoder = Gemma2ForCausalLM(text)
+        self.speech_token = speech_token
+
+    def rows(self, mel):
+        """[C, mels, frames] -> rows of speech [C * n, D]"""
+        encoded = self.speech_encoder(mel).last_hidden_state
+        return self.speech_audio_adapter(self.ln_speech(encoded)).flatten(0, 1)
+
+    def forward(self, tokens, rows):
+        """(last hidden states [W, D], logits [W, V]) of one pass over all tokens"""
+        decoder = self.text_decoder
+        ids = torch.tensor([tokens])
+        embedded = nn.functional.embedding(ids, decoder.model.embed_tokens.weight)
+        if rows is not None:
+            spoken = (ids == self.speech_token)[..., None].expand_as(embedded).clone()
+            spoken[:, rows.shape[0] + tokens.index(self.speech_token) :] = False  # written, not heard
+            embedded = embedded.masked_scatter(spoken, rows)
+        if hasattr(decoder.model.embed_tokens, "embed_scale"):  # transformers 5: the embedding scales, not the model
+            embedded = embedded * decoder.config.hidden_size**0.5
+        out = decoder(inputs_embeds=embedded, output_hidden_states=True, use_cache=False)
+        return out.hidden_states[-1][0], out.logits[0]
+
+
+def configs(seed):
+    """(WhisperConfig, Gemma2Config, adapter kind): sizes, grouping, tying, window and adapter vary with the seed."""
+    rng = np.random.default_rng(seed)
+    heads = int(rng.choice([1, 2]))
+    speech = WhisperConfig(
+        num_mel_bins=int(rng.choice([8, 16])), d_model=heads * 8, encoder_layers=int(rng.integers(1, 3)),
+        encoder_attention_heads=heads, encoder_ffn_dim=int(rng.choice([24, 40])),
+        max_source_positions=FACTOR * int(rng.integers(2, 5)), decoder_layers=1, decoder_attention_heads=1,
+    )  # fmt: skip
+    shared = int(rng.choice([1, 2]))
+    text = Gemma2Config(
+        vocab_size=int(rng.integers(50, 120)), hidden_size=int(rng.choice([24, 36])),
+        intermediate_size=int(rng.choice([32, 56])), num_hidden_layers=int(rng.integers(1, 4)),
+        num_attention_heads=shared * int(rng.choice([1, 2, 3])), num_key_value_heads=shared,
+        head_dim=int(rng.choice([4, 8, 16])), query_pre_attn_scalar=int(rng.choice([4, 9, 16])),
+        sliding_window=int(rng.choice([6, 20, 4096])), max_position_embeddings=256,
+        attn_logit_softcapping=float(rng.choice([3, 50])), final_logit_softcapping=float(rng.choice([5, 30])),
+        rope_theta=10_000.0, tie_word_embeddings=bool(rng.random() < 0.5), pad_token_id=0, bos_token_id=2,
+        eos_token_id=1, attn_implementation="eager",
+    )  # fmt: skip
+    return speech, text, ["gated", "v1", "gated", "plain"][seed % 4]
+
+
+def pair(seed):
+    """(Reference, ours)"""
+    speech, text, kind = configs(seed)
+    torch.manual_seed(seed)
+    theirs = Reference(speech, text, kind, text.vocab_size - 1).eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "embed_positions" not in name:
+                one = 1 if "norm.weight" in name and "encoder" in name or name == "ln_speech.weight" else 0
+                parameter.normal_(one, 0.1 if parameter.ndim == 1 else 0.3)
+    ours = models.build(
+        {
+            "model_type": "meralion2",
+            "speech_config": speech.to_dict(),
+            "text_config": text.to_dict(),
+            "speech_mlp_scale_factor": FACTOR,
+            "speech_token_index": text.vocab_size - 1,
+            "speech_adapter": kind,
+        }
+    )
+    weights = {name: mx.array(w.numpy()) for name, w in theirs.state_dict().items()}
+    if text.tie_word_embeddings:
+        del weights["text_decoder.lm_head.weight"]
+    checkpoint.load_into(ours, ours.sanitize(weights), quantization=None, dtype=None, source="test")
+    return theirs, ours
+
+
+def mel_of(ours, seed, chunks):
+    """[C, frames, mels] float32"""
+    shape = (chunks, ours.args.speech.max_source_positions * 2, ours.args.num_mel_bins)
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def prompt_of(ours, seed, count):
+    """(tokens, where the speech begins): words, ``count`` speech tokens, words"""
+    rng = np.random.default_rng(seed)
+    before, after = (rng.integers(1, ours.args.vocab_size - 1, size=rng.integers(1, 6)).tolist() for _ in "ab")
+    return before + [ours.args.speech_token_index] * count + after, len(before)
+
+
+def hear(theirs, ours, seed, chunks):
+    """(rows of theirs [N, D] torch, ours [1, N, D], prompt, our memory)"""
+    mel = mel_of(ours, seed, chunks)
+    with torch.no_grad():
+        rows = theirs.rows(torch.tensor(mel).swapaxes(1, 2))
+    encoded = ours.encode(mx.array(mel))
+    encoded = encoded.reshape(1, -1, encoded.shape[-1])
+    prompt, start = prompt_of(ours, seed, len(rows))
+    return rows, encoded, prompt, Speech(encoded, start)
