@@ -105,8 +105,8 @@ def pair(seed):
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             if "embed_positions" not in name:
-                one = 1 if "norm.weight" in name and "encoder" in name or name == "ln_speech.weight" else 0
-                parameter.normal_(one, 0.1 if parameter.ndim == 1 else 0.3)
+                layer_norm = name.endswith("norm.weight") and not name.startswith("text_decoder")
+                parameter.normal_(layer_norm or name == "ln_speech.weight", 0.1 if parameter.ndim == 1 else 0.3)
     ours = models.build(
         {
             "model_type": "meralion2",

@@ -1,5 +1,7 @@
 """The MERaLiON-2 verifier against PyTorch: transformers' encoder and decoder around the adapter. Random, float32."""
 
+from itertools import pairwise
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -29,7 +31,7 @@ def test_encoder_adapter_and_decoder_equal_pytorch(seed):
         hidden, logits = theirs(prompt, rows)
     cache = KVCache(ours.num_layers, memory)
     cuts = [0, len(prompt) // 3, len(prompt) // 3 + 1, len(prompt)]
-    parts = [chain_pass(ours, prompt[a:b], cache) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
+    parts = [chain_pass(ours, prompt[a:b], cache) for a, b in pairwise(cuts) if a < b]
     found = mx.concatenate(parts, axis=1)
     close(found[0], hidden)
     close(ours.logits(found[0]), logits)

@@ -118,7 +118,7 @@ class Timestamps:
 class NoRepeatNGram:
     """No run of ``size`` tokens comes twice, the prompt counted: transformers' ``NoRepeatNGramLogitsProcessor``.
 
-    Runs are found once for the prefix that the rows of a pass share, and only their last few for each row.
+    Only the run that a prefix ends with can be completed, so that one is looked for, and no table of runs is built.
     """
 
     def __init__(self, size: int):

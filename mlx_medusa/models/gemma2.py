@@ -212,11 +212,8 @@ class Gemma2(nn.Module):
 
     def logits(self, hidden: mx.array) -> mx.array:
         """[..., D] -> [..., V] float32"""
-        if self.args.tie_word_embeddings:
-            rows = self.model.embed_tokens.as_linear(hidden)
-        else:
-            rows = self.lm_head(hidden)
-        return softcap(rows, self.args.final_logit_softcapping)
+        project = self.model.embed_tokens.as_linear if self.args.tie_word_embeddings else self.lm_head
+        return softcap(project(hidden), self.args.final_logit_softcapping)
 
     def projection_rows(self, tokens: mx.array) -> mx.array:
         """Ids [n] -> their rows of the vocabulary projection, [n, D]."""
