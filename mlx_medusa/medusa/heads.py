@@ -122,7 +122,7 @@ class MedusaDrafter:
     ):
         """``project`` takes states [n, D] to the verifier's logits [n, N] of the ids ``vocabulary`` [N] (None: all)."""
         self.heads = heads
-        self._project, self._vocabulary = project, vocabulary
+        self._project, self.vocabulary = project, vocabulary
 
     @property
     def max_drafts(self) -> int:
@@ -134,7 +134,7 @@ class MedusaDrafter:
     def propose(self, hidden: mx.array, pending: int, count: int) -> list[int]:
         states = self.heads(hidden[0], min(count, self.max_drafts))
         if self.heads.args.tied:
-            guesses = best(self._project(states[:, 0]), self._vocabulary)
+            guesses = best(self._project(states[:, 0]), self.vocabulary)
         else:
             guesses = best(self.heads.projection(states)[:, 0], None)
         ids: list[int] = guesses.tolist()  # type: ignore[assignment]

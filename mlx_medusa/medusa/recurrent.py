@@ -126,7 +126,7 @@ class RecurrentDrafter:
         [N] (None: of all).
         """
         self.heads = heads
-        self._embed, self._project, self._vocabulary = embed, project, vocabulary
+        self._embed, self._project, self.vocabulary = embed, project, vocabulary
         self._memory: Memory = []
 
     @property
@@ -145,7 +145,7 @@ class RecurrentDrafter:
         guesses = []
         for _ in range(min(count, self.max_drafts)):
             state = self.heads(state, self._embed(token)[None], self._memory)
-            token = best(self._project(self.heads.layer_norm(state)[0]), self._vocabulary)
+            token = best(self._project(self.heads.layer_norm(state)[0]), self.vocabulary)
             guesses.append(token)
         ids: list[int] = mx.concatenate(guesses).tolist()  # type: ignore[assignment]
         return ids

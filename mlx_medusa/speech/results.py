@@ -26,7 +26,7 @@ class MedusaStatistics:
 
     ``tokens`` were decided in ``rounds`` verifier passes (the token that each window's prefill decides is not counted),
     ``accepted`` of ``drafted`` guesses were right, ``accepted_per_head`` by distance from the last sure token. Encoding
-    takes from samples to cross-attention K/V, decoding includes the prefill.
+    takes from samples to cross-attention K/V, decoding includes the prefill and the drafting.
     """
 
     tokens: int
@@ -38,6 +38,7 @@ class MedusaStatistics:
     width: int
     encode_seconds: float
     decode_seconds: float
+    draft_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

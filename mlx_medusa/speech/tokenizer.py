@@ -18,6 +18,7 @@ class WhisperTokenizer:
         self._source = source
         self.is_multilingual: bool = generation_config["is_multilingual"]
         self.suppressed: list[int] = generation_config.get("suppress_tokens") or []
+        self.max_initial_timestamp: int | None = generation_config.get("max_initial_timestamp_index")
         self.suppressed_at_begin: list[int] = generation_config.get("begin_suppress_tokens") or []
         self.eot = self._id("<|endoftext|>")
         self.sot = self._id("<|startoftranscript|>")
@@ -54,12 +55,13 @@ class WhisperTokenizer:
                 return token
         raise CheckpointError(f"{self._source}: has no token {names[0]}, so it is no Whisper tokenizer")
 
-    def prompt(self, language: str | None, task: str) -> list[int]:
-        """The tokens before the text, without timestamps; ``language`` is a code and needed when multilingual."""
-        if not self.is_multilingual:
-            return [self.sot, self.no_timestamps]
-        assert language is not None
-        return [self.sot, self.languages[language], self.tasks[task], self.no_timestamps]
+    def prompt(self, language: str | None, task: str, *, timestamps: bool = False) -> list[int]:
+        """The tokens before the text; ``language`` is a code and needed when multilingual."""
+        start = [self.sot]
+        if self.is_multilingual:
+            assert language is not None
+            start += [self.languages[language], self.tasks[task]]
+        return start if timestamps else [*start, self.no_timestamps]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of the tokens, special ones left out."""

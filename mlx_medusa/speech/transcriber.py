@@ -17,7 +17,7 @@ from mlx_medusa.errors import MedusaError, OptionError
 from mlx_medusa.medusa.cache import KVCache
 from mlx_medusa.medusa.decode import Drafter, Limits, Statistics, generate, prefill
 from mlx_medusa.medusa.drafters import load_drafter
-from mlx_medusa.medusa.rules import Rule, Suppress, SuppressAtBegin
+from mlx_medusa.medusa.rules import Rule, Suppress, SuppressAtBegin, Timestamps
 from mlx_medusa.speech.languages import language_code
 from mlx_medusa.speech.results import MedusaStatistics, Segment, Transcription
 from mlx_medusa.speech.tokenizer import WhisperTokenizer
@@ -92,7 +92,7 @@ class Transcriber:
     def detect_language(self, audio: Source) -> tuple[str, float]:
         """The language code of the first 30 s and its probability among the languages of the model."""
         window = next(windows(read_blocks(audio)), Window(0, np.zeros(0, np.float32)))
-        return self._detect(self._cache(self._encode(window)))
+        return self._detect(self._cache(self.encode(window)))
 
     def check(self, options: Options) -> Options:
         """The options as they apply to this model: language a code, width a number. OptionError if they cannot."""
@@ -122,7 +122,7 @@ class Transcriber:
     def _window(self, window: Window, options: Options, session: _Session) -> None:
         """Transcribe one window, adding to ``session``."""
         start = perf_counter()
-        encoded = self._encode(window)
+        encoded = self.encode(window)
         cache = self._cache(encoded)
         middle = perf_counter()
         if session.language is None:
@@ -134,8 +134,8 @@ class Transcriber:
         session.encode_seconds += middle - start
         session.decode_seconds += perf_counter() - middle
 
-    def _encode(self, window: Window) -> mx.array:
-        """[1, S, D]"""
+    def encode(self, window: Window) -> mx.array:
+        """The encoder output [1, S, D] of a window."""
         encoded = self.model.encode(log_mel(window.samples, self.model.args.num_mel_bins)[None])
         mx.eval(encoded)
         return encoded
@@ -160,7 +160,7 @@ class Transcriber:
         """Decode one window with its cross-attention K/V in ``cache``."""
         prompt = self.tokenizer.prompt(session.language, options.task)
         limits = Limits(frozenset([self.tokenizer.eot]), options.max_tokens or self.model.max_length // 2)
-        rules = self._rules(len(prompt))
+        rules = self.rules(len(prompt))
         state, first = prefill(self.model, prompt, cache, limits, rules)
         no_speech = mx.softmax(self.model.logits(state.hidden[0, 0]).astype(mx.float32))[
             self.tokenizer.no_speech
@@ -203,12 +203,24 @@ class Transcriber:
             no_speech_prob=float(no_speech),
         )
 
-    def _rules(self, begin: int) -> list[Rule]:
-        size = self.model.args.vocab_size
-        return [
-            Suppress(self.tokenizer.suppressed, size),
-            SuppressAtBegin(self.tokenizer.suppressed_at_begin, size, begin),
+    def rules(self, begin: int, *, timestamps: bool = False) -> list[Rule]:
+        """What edits the logits after a prompt of ``begin`` tokens."""
+        tokenizer, size = self.tokenizer, self.model.args.vocab_size
+        rules: list[Rule] = [
+            Suppress(tokenizer.suppressed, size),
+            SuppressAtBegin(tokenizer.suppressed_at_begin, size, begin),
         ]
+        if timestamps:
+            rules.append(
+                Timestamps(
+                    tokenizer.timestamp_begin,
+                    tokenizer.eot,
+                    tokenizer.no_timestamps,
+                    begin,
+                    tokenizer.max_initial_timestamp,
+                )
+            )
+        return rules
 
     def _result(self, session: _Session, options: Options) -> Transcription:
         counts = session.statistics
@@ -227,6 +239,7 @@ class Transcriber:
                 width=options.width or 1,
                 encode_seconds=session.encode_seconds,
                 decode_seconds=session.decode_seconds,
+                draft_seconds=counts.draft_seconds,
             ),
             duration=session.samples / SAMPLE_RATE,
         )

@@ -1,0 +1,195 @@
+"""Command line: ``python -m mlx_medusa.train harvest|fit|evaluate``."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from mlx_medusa.errors import MedusaError, OptionError, OutputError
+
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m mlx_medusa.train",
+        description="Train Medusa heads for a frozen model: harvest what it writes, fit heads to that, evaluate them.",
+        allow_abbrev=False,
+    )
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--model", help="model folder (default: ./mlx_model, else the demo model)")
+    common.add_argument(
+        "--dtype", choices=DTYPES, help="precision of the model (default: its own; on a CPU float32)"
+    )
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = p.add_subparsers(dest="command", required=True)
+    add_harvest(
+        commands.add_parser("harvest", parents=[common], help="decode audio and keep states and tokens")
+    )
+    add_fit(commands.add_parser("fit", parents=[common], help="train heads on a harvest"))
+    add_evaluate(commands.add_parser("evaluate", parents=[common], help="measure heads on audio"))
+    return p
+
+
+def add_harvest(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "audio", nargs="+", help="audio files, folders, or JSON-lines manifests with 'audio' paths"
+    )
+    p.add_argument(
+        "--output", "-o", type=Path, required=True, help="folder of the harvest; one that is there goes on"
+    )
+    p.add_argument("--prompts", choices=("text", "stamped", "both"), default="text",
+                   help="decode without timestamps, with them, or both ways (default: %(default)s)")  # fmt: skip
+    p.add_argument("--language", default="en", help="code of the spoken language (default: %(default)s)")
+    p.add_argument("--batch", type=int, default=8, help="windows decoded at once (default: %(default)s)")
+    p.add_argument("--files-per-shard", type=int, default=50, help="default: %(default)s")
+
+
+def add_fit(p: argparse.ArgumentParser) -> None:
+    p.add_argument("harvest", type=Path, help="folder that harvest wrote")
+    p.add_argument(
+        "--output", "-o", type=Path, required=True, help="folder of the heads; a run that is there goes on"
+    )
+    p.add_argument(
+        "--kind", choices=("recurrent", "medusa"), default="recurrent", help="default: %(default)s"
+    )
+    p.add_argument("--num-heads", type=int, default=5, help="number of guesses (default: %(default)s)")
+    p.add_argument("--num-layers", type=int, default=1, help="blocks of a head (default: %(default)s)")
+    p.add_argument(
+        "--draft-vocabulary", type=int, metavar="N", help="guess only among the N most frequent tokens"
+    )
+    p.add_argument("--epochs", type=int, default=12, help="default: %(default)s")
+    p.add_argument("--batch", type=int, default=2, help="windows a step (default: %(default)s)")
+    p.add_argument("--learning-rate", type=float, help="at its peak (default: 8e-4 recurrent, 1e-3 medusa)")
+    p.add_argument("--weight-decay", type=float, default=0.05, help="default: %(default)s")
+    p.add_argument(
+        "--loss-decay", type=float, default=0.8, help="weight of guess k is this to the power of k"
+    )
+    p.add_argument(
+        "--held-out", type=float, default=0.1, help="part of the files to judge by (default: %(default)s)"
+    )
+    p.add_argument("--hours", type=float, help="train on so much of the audio (default: all)")
+    p.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    p.add_argument("--heads-dtype", choices=DTYPES, default="float16", help="default: %(default)s")
+    p.add_argument("--export", choices=("whisper", "meralion", "vicuna"), action="append", default=[],
+                   help="also write plain heads in the layout of this system, in OUTPUT/export-NAME")  # fmt: skip
+    p.add_argument("--data", help="for the card: where the audio is from, and its licence")
+
+
+def add_evaluate(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "audio", nargs="+", help="audio files, folders or manifests that the heads were not trained on"
+    )
+    p.add_argument("--heads", help="file or folder of heads (default: the model's own)")
+    p.add_argument("--width", type=int, help="rows of a verifier pass (default: all guesses)")
+    p.add_argument("--language", default="en", help="code of the spoken language (default: %(default)s)")
+    p.add_argument("--json", type=Path, help="also write the report there")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        return {"harvest": run_harvest, "fit": run_fit, "evaluate": run_evaluate}[args.command](args)
+    except MedusaError as error:
+        return report(error, args.debug)
+    except KeyboardInterrupt:
+        return 130
+
+
+def report(error: MedusaError, debug: bool) -> int:
+    """Print an error as one line, or with ``debug`` let it through; returns the exit status."""
+    if debug:
+        raise error
+    print(f"train: error: {error}", file=sys.stderr)
+    return 1
+
+
+def chosen(kind: Any, args: argparse.Namespace, **others: Any) -> Any:
+    """An options object from the arguments that have the names of its fields."""
+    names = {field.name for field in fields(kind)}
+    return kind(**{name: value for name, value in vars(args).items() if name in names} | others)
+
+
+def load(args: argparse.Namespace, **settings: Any) -> tuple[Any, Path]:
+    """(transcriber, model folder)"""
+    from mlx_medusa import checkpoint
+    from mlx_medusa.speech.transcriber import load
+    from mlx_medusa.transcribe import find_model
+
+    folder = checkpoint.resolve(find_model(args.model))
+    return load(folder, dtype=args.dtype, **settings), folder
+
+
+def run_harvest(args: argparse.Namespace) -> int:
+    """Decode and write; files that cannot be read are named at the end, and then the status is 1."""
+    from mlx_medusa.training.harvest import HarvestOptions, harvest
+
+    options = chosen(HarvestOptions, args)
+    transcriber, folder = load(args, medusa=False)
+    errors = harvest(transcriber, folder, args.audio, args.output, options, progress=True)
+    return name_errors(errors)
+
+
+def name_errors(errors: Sequence[MedusaError]) -> int:
+    """Print the errors of skipped files; the exit status."""
+    for error in errors:
+        print(f"train: skipped: {error}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+def run_fit(args: argparse.Namespace) -> int:
+    """Train, write card and curves after each epoch, export."""
+    from mlx_medusa.training.data import Harvest
+    from mlx_medusa.training.export import export_heads
+    from mlx_medusa.training.fit import Fit, FitOptions
+    from mlx_medusa.training.report import write_card, write_curves
+
+    options = chosen(FitOptions, args, dtype=args.heads_dtype)
+    if args.export and args.kind != "medusa":
+        raise OptionError("--export: only plain heads can be exported: use --kind medusa")
+    command = ["python -m mlx_medusa.train", *(sys.argv[1:])]
+    transcriber, folder = load(args, medusa=False)
+    fit = Fit(transcriber.model, folder, Harvest(args.harvest), args.output, options)
+
+    def after() -> None:
+        entry = fit.progress.log[-1]
+        print(f"epoch {entry['epoch']}: {json.dumps(entry['held_out'])}", file=sys.stderr, flush=True)
+        write_card(args.output, command, args.data)
+        write_curves(args.output)
+
+    fit.run(progress=True, after=after)
+    for layout in args.export:
+        export_heads(args.output, layout, args.output / f"export-{layout}")
+    print(f"{fit.progress.best:.3f} tokens per verify on held-out files: {args.output}")
+    return 0
+
+
+def run_evaluate(args: argparse.Namespace) -> int:
+    """Measure, print, write."""
+    from mlx_medusa.training.evaluate import evaluate, table
+
+    transcriber, _ = load(args, heads=args.heads)
+    found, errors = evaluate(transcriber, args.audio, width=args.width, language=args.language, progress=True)
+    print(table(found))
+    if args.json is not None:
+        write_report(found, args.json)
+    return name_errors(errors)
+
+
+def write_report(found: dict[str, Any], path: Path) -> None:
+    """Write JSON beside its place, then rename it, so that no half of it is ever seen."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(found, indent=2) + "\n")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OutputError(f"{path}: {error.strerror or error}; choose another file with --json") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""Fit heads on a harvest: AdamW with warm-up and cosine, the best epoch by tokens per verify on held-out files."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from tqdm import tqdm
+
+from mlx_medusa.errors import MedusaError, OptionError, OutputError
+from mlx_medusa.medusa.drafters import build_heads
+from mlx_medusa.shards import read_header
+from mlx_medusa.training import start
+from mlx_medusa.training.data import Decoded, Harvest, batches, draft_vocabulary
+from mlx_medusa.training.harvest import fingerprint
+from mlx_medusa.training.objective import Scores, Target, loss_of_batch
+
+CHECKPOINT = "checkpoint.safetensors"
+LOG = "log.json"
+LEARNING_RATES = {"recurrent": 8e-4, "medusa": 1e-3}  # DESIGN.md; Medusa's own trainer
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """How to fit. ``batch`` is in windows, ``draft_vocabulary`` None guesses among the tokens that were seen, ``hours``
+    None trains on all audio, ``learning_rate`` None takes that of the kind.
+    """
+
+    kind: str = "recurrent"
+    num_heads: int = 5
+    num_layers: int = 1
+    draft_vocabulary: int | None = None
+    epochs: int = 12
+    batch: int = 2
+    learning_rate: float | None = None
+    weight_decay: float = 0.05
+    loss_decay: float = 0.8  # weight of guess k is this to the power of k
+    warm_up: float = 0.1  # of all steps
+    clip: float = 1.0  # norm of the gradient
+    held_out: float = 0.1  # of the files
+    hours: float | None = None
+    dtype: str = "float16"  # of the written heads
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in LEARNING_RATES:
+            raise OptionError(f"kind {self.kind!r} is not known: use one of {', '.join(LEARNING_RATES)}")
+        for name in ("num_heads", "num_layers", "epochs", "batch"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} is {getattr(self, name)}, but must be at least 1")
+        if not 0 < self.held_out < 1:
+            raise OptionError(f"held_out is {self.held_out}, but must be between 0 and 1")
+
+
+@dataclass
+class Progress:
+    """What a checkpoint holds beside arrays."""
+
+    settings: dict[str, Any]
+    epoch: int = 0  # epochs done
+    step: int = 0
+    best: float = 0.0  # tokens per verify on the held-out files
+    log: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Fit:
+    """One training run, in a folder that it can go on from."""
+
+    def __init__(
+        self,
+        model: Any,
+        model_folder: Path,
+        harvest: Harvest,
+        folder: Path,
+        options: FitOptions | None = None,
+    ):
+        """Raises CheckpointError for a harvest of another model, OptionError for a folder with another run in it."""
+        self.options = options = options or FitOptions()
+        self.model, self.harvest, self.folder = model, harvest, Path(folder)
+        identity = fingerprint(model_folder)
+        harvest.check(identity, str(model.embed(mx.array([0])).dtype).rpartition(".")[2])
+        self.train, self.held_out = harvest.split(options.held_out, options.hours)
+        counts = harvest.token_counts(self.train)
+        ids = draft_vocabulary(counts, options.draft_vocabulary, harvest.index["eos"])
+        self.target = Target(model, ids, harvest.index["vocab_size"])
+        self.config = start.config(options, model.args)
+        self.heads = build_heads(self.config, "heads")
+        mx.random.seed(options.seed)
+        start.initialise(self.heads, model)
+        mx.eval(self.heads.parameters())
+        self.steps_per_epoch = sum(1 for _ in batches(self.train, options.batch, (options.seed, 0)))
+        self.optimizer = optim.AdamW(
+            learning_rate=0.0, betas=[0.9, 0.999], weight_decay=options.weight_decay, bias_correction=True
+        )
+        self.optimizer.init(self.heads.trainable_parameters())
+        hours = round(sum(one.seconds for one in self.train) / 3600, 2)
+        settings = {
+            **asdict(options),
+            "fingerprint": identity,
+            "windows": len(self.train),
+            "hours_of_audio": hours,
+        }
+        self.progress = Progress(settings)
+        self._resume()
+
+    # --- the loop ---
+
+    def run(self, progress: bool = False, after: Callable[[], None] | None = None) -> Progress:
+        """Train the epochs that are left. ``after`` is called when an epoch's files are written.
+
+        Raises MedusaError for a loss that is not finite; the best heads so far stay.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        while self.progress.epoch < self.options.epochs:
+            begin = perf_counter()
+            losses = self._epoch(progress)
+            scores = self.score(self.held_out)
+            entry = {
+                "epoch": self.progress.epoch + 1,
+                "step": self.progress.step,
+                "loss_per_guess": losses,
+                "held_out": scores.to_dict(),
+                "learning_rate": self._learning_rate(self.progress.step),
+                "seconds": round(perf_counter() - begin, 1),
+            }
+            self.progress.epoch += 1
+            self.progress.log.append(entry)
+            if scores.tokens_per_verify > self.progress.best:
+                self.progress.best = scores.tokens_per_verify
+                self._write_heads()
+            self._save()
+            if after is not None:
+                after()
+        return self.progress
+
+    def _epoch(self, progress: bool) -> list[float]:
+        """One pass over the training sequences; the mean cross-entropy per guess."""
+        options = self.options
+        compute = nn.value_and_grad(self.heads, self._loss)
+        totals, counts = np.zeros(options.num_heads), 0
+        order = batches(self.train, options.batch, (options.seed, self.progress.epoch))
+        bar = tqdm(
+            order,
+            total=self.steps_per_epoch,
+            desc=f"epoch {self.progress.epoch + 1}/{options.epochs}",
+            disable=None if progress else True,
+        )
+        for members in bar:
+            (loss, per_guess), gradients = compute(self.heads, members)
+            gradients, _ = optim.clip_grad_norm(gradients, options.clip)
+            self.optimizer.learning_rate = self._learning_rate(self.progress.step)
+            self.optimizer.update(self.heads, gradients)
+            mx.eval(loss, per_guess, self.heads.parameters(), self.optimizer.state)
+            if not math.isfinite(loss.item()):
+                raise MedusaError(
+                    f"{self.folder}: the loss is {loss.item()} at step {self.progress.step}; the best heads so far "
+                    "are kept: use a lower --learning-rate"
+                )
+            self.progress.step += 1
+            totals += np.array(per_guess)
+            counts += sum(one.length - 1 for one in members)
+        return (totals / max(counts, 1)).round(4).tolist()
+
+    def _loss(self, heads: Any, members: list[Decoded]) -> tuple[mx.array, mx.array]:
+        batch = self.harvest.batch(members, self.options.num_heads)
+        return loss_of_batch(heads, batch, self.target, self.options.num_heads, self.options.loss_decay)
+
+    def _learning_rate(self, step: int) -> float:
+        """Linear warm-up, then half a cosine down to zero."""
+        options, total = self.options, self.steps_per_epoch * self.options.epochs
+        peak = options.learning_rate or LEARNING_RATES[options.kind]
+        warm = max(1, round(total * options.warm_up))
+        if step < warm:
+            return peak * (step + 1) / warm
+        return peak * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, total - warm)))
+
+    def score(self, sequences: list[Decoded]) -> Scores:
+        """How good the heads, rounded to the type they are written in, are on some sequences."""
+        kept = self.heads.parameters()
+        kind = getattr(mx, self.options.dtype)
+        self.heads.update(tree_map(lambda p: p.astype(kind).astype(mx.float32), kept))
+        scores = Scores(self.options.num_heads)
+        usable = sorted((one for one in sequences if one.length > 1), key=lambda one: one.length)
+        for first in range(0, len(usable), self.options.batch):
+            members = usable[first : first + self.options.batch]
+            scores.add(self.heads, self.harvest.batch(members, self.options.num_heads), self.target)
+        self.heads.update(kept)
+        return scores
+
+    # --- files ---
+
+    def _write_heads(self) -> None:
+        from convert.heads import write_heads  # not needed to transcribe
+
+        arrays = dict(tree_flatten(self.heads.parameters()))
+        config = dict(self.config)
+        if self.options.draft_vocabulary is not None:
+            config["draft_vocabulary"] = len(self.target.ids)
+            arrays["draft_vocabulary"] = mx.array(self.target.ids)
+        write_heads(self.folder, config, arrays, getattr(mx, self.options.dtype), None)
+
+    def _save(self) -> None:
+        """Write the checkpoint and the log, each whole or not at all."""
+        parts: Any = {"heads": self.heads.parameters(), "optimizer": self.optimizer.state}
+        arrays: Any = dict(tree_flatten(parts))
+        temporary = self.folder / f".{CHECKPOINT}"
+        mx.save_safetensors(str(temporary), arrays, {"progress": json.dumps(asdict(self.progress))})
+        _rename(temporary, self.folder / CHECKPOINT)
+        text = json.dumps(
+            {"settings": self.progress.settings, "best": self.progress.best, "epochs": self.progress.log},
+            indent=1,
+        )
+        (self.folder / f".{LOG}").write_text(text + "\n", encoding="utf-8")
+        _rename(self.folder / f".{LOG}", self.folder / LOG)
+
+    def _resume(self) -> None:
+        path = self.folder / CHECKPOINT
+        if not path.exists():
+            return
+        saved = Progress(**json.loads(read_header(path)[1]["progress"]))
+        for name, value in self.progress.settings.items():
+            if saved.settings.get(name) != value:
+                raise OptionError(
+                    f"{path}: is of a run with {name} {saved.settings.get(name)!r}, not {value!r}: "
+                    "choose another folder"
+                )
+        arrays = mx.load(str(path))
+        assert isinstance(arrays, dict)
+        parts: Any = tree_unflatten(list(arrays.items()))
+        self.heads.update(parts["heads"])
+        self.optimizer.state = parts["optimizer"]
+        self.progress = saved
+
+
+def _rename(temporary: Path, path: Path) -> None:
+    try:
+        temporary.replace(path)
+    except OSError as error:
+        raise OutputError(f"{path}: {error.strerror}: choose another folder") from error

@@ -1,0 +1,187 @@
+"""What heads are trained and judged by: states of all guesses at once, cross-entropy, acceptance."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_medusa.medusa.drafters import Base
+from mlx_medusa.medusa.heads import MedusaHeads
+from mlx_medusa.medusa.recurrent import RecurrentHeads
+from mlx_medusa.training.data import Batch
+
+_LOG2_E = 1.4426950408889634
+_ROWS = 512  # rows of logits that are in memory at once
+
+
+class Target:
+    """The part of the vocabulary that is guessed: ``ids`` [N] rising, and the base's rows of its projection [N, D]."""
+
+    def __init__(self, base: Base, ids: np.ndarray, vocab_size: int):
+        self.ids = ids
+        self.rows = base.projection_rows(mx.array(ids)).astype(mx.float32)
+        self.embed = base.embed
+        self._columns = np.full(vocab_size, -1, dtype=np.int32)
+        self._columns[ids] = np.arange(len(ids))
+        mx.eval(self.rows)
+
+    def columns(self, tokens: np.ndarray) -> np.ndarray:
+        """Ids -> their rows, -1 for those that cannot be guessed."""
+        return self._columns[tokens]
+
+
+def guess_states(heads: Any, batch: Batch, guesses: int, target: Target) -> mx.array:
+    """The states [K, B, T, D] that feed the projection, all positions and guesses in parallel.
+
+    Recurrent heads are given the true tokens: a guess only counts where those before it were right, and then they are
+    what the heads are given in use.
+    """
+    if isinstance(heads, MedusaHeads):
+        flat = batch.hidden.reshape(-1, batch.hidden.shape[-1])
+        return heads(flat, guesses).reshape(guesses, *batch.hidden.shape)
+    assert isinstance(heads, RecurrentHeads)
+    rows = batch.hidden.shape[1]
+    embedded = target.embed(mx.array(batch.tokens)).astype(mx.float32)
+    memory = heads.attend(batch.memory)
+    state, states = batch.hidden, []
+    for guess in range(guesses):
+        state = heads(state, embedded[:, guess : guess + rows], memory)
+        states.append(heads.layer_norm(state))
+    return mx.stack(states)
+
+
+def labels(batch: Batch, guesses: int) -> np.ndarray:
+    """The token [K, B, T] that guess k of row j should be, token j + 1 + k; -1 past the end of a sequence."""
+    rows = batch.hidden.shape[1]
+    found = np.stack([batch.tokens[:, 1 + k : 1 + k + rows] for k in range(guesses)]).astype(np.int32)
+    places = np.arange(rows)[None, None] + 1 + np.arange(guesses)[:, None, None]
+    return np.where(places < batch.lengths[None, :, None], found, -1)
+
+
+def loss_of_batch(
+    heads: Any, batch: Batch, target: Target, guesses: int, decay: float
+) -> tuple[mx.array, mx.array]:
+    """(mean cross-entropy with weights decay^k, summed cross-entropies per guess [K])."""
+    wanted = labels(batch, guesses)
+    columns = np.where(wanted < 0, -1, target.columns(np.maximum(wanted, 0))).reshape(-1)
+    index = np.flatnonzero(columns >= 0)
+    of_guess = np.repeat(np.arange(guesses), wanted[0].size)[index]
+    weights = (decay**of_guess).astype(np.float32)
+    weights /= max(weights.sum(), 1e-9)
+    states = guess_states(heads, batch, guesses, target)
+    states = states.reshape(-1, states.shape[-1])[mx.array(index)]
+    loss, losses = cross_entropy(states, target.rows, mx.array(columns[index]), mx.array(weights))
+    per_guess = mx.zeros(guesses).at[mx.array(of_guess)].add(mx.stop_gradient(losses))
+    return loss, per_guess
+
+
+def cross_entropy(
+    states: mx.array, rows: mx.array, columns: mx.array, weights: mx.array
+) -> tuple[mx.array, mx.array]:
+    """-log softmax(states rows^T)[columns] of states [n, D] and a frozen projection ``rows`` [N, D]: (their sum with
+    ``weights`` [n], each of them [n]).
+
+    Only the sum has a gradient. It is found on the way, a block of rows at a time, so that logits [n, N] are never in
+    memory, nor computed twice.
+    """
+
+    @mx.custom_function
+    def compute(states: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        losses, gradients = [], []
+        for start in range(0, len(states), _ROWS):
+            block = slice(start, start + _ROWS)
+            logits = states[block] @ rows.T
+            highest = mx.max(logits, axis=-1, keepdims=True)
+            exponentials = mx.power(
+                2.0, (logits - highest) * _LOG2_E
+            )  # cheaper than exp on MLX's CPU backend
+            total = mx.sum(exponentials, axis=-1, keepdims=True)
+            chosen = mx.take_along_axis(logits, columns[block][:, None], axis=-1)
+            losses.append((mx.log(total) + highest - chosen)[:, 0])
+            gradients.append((exponentials @ rows) / total - rows[columns[block]])
+        each = mx.concatenate(losses)
+        return mx.sum(each * weights), each, mx.concatenate(gradients) * weights[:, None]
+
+    @compute.vjp
+    def gradient(_: Any, cotangents: Any, outputs: Any) -> mx.array:
+        return cotangents[0] * outputs[2]
+
+    found: Any = compute(states)
+    return found[0], found[1]
+
+
+@dataclass
+class Scores:
+    """How good the guesses of some sequences are; counts per guess [K]."""
+
+    guesses: int
+    offered: np.ndarray = field(init=False)  # positions with a token there
+    top1: np.ndarray = field(init=False)
+    top5: np.ndarray = field(init=False)
+    chain: np.ndarray = field(init=False)  # right, and so are all before it
+    tokens: int = 0
+    rounds: int = 0
+
+    def __post_init__(self) -> None:
+        self.offered, self.top1, self.top5, self.chain = (
+            np.zeros(self.guesses, dtype=np.int64) for _ in range(4)
+        )
+
+    @property
+    def tokens_per_verify(self) -> float:
+        """Of the decode loop, if it ran over these sequences: the rounds are walked through one by one."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    def add(self, heads: Any, batch: Batch, target: Target) -> None:
+        """Judge a batch."""
+        wanted = labels(batch, self.guesses)
+        columns = np.where(wanted < 0, -1, target.columns(np.maximum(wanted, 0)))
+        right, near = hits(guess_states(heads, batch, self.guesses, target), columns, target)
+        chain = np.cumprod(right, axis=0).astype(bool)
+        self.offered += (wanted >= 0).sum(axis=(1, 2))
+        self.top1 += right.sum(axis=(1, 2))
+        self.top5 += near.sum(axis=(1, 2))
+        self.chain += chain.sum(axis=(1, 2))
+        accepted = chain.sum(axis=0)  # [B, T]
+        for row, length in enumerate(batch.lengths):
+            self._walk(accepted[row], int(length))
+
+    def _walk(self, accepted: np.ndarray, length: int) -> None:
+        """Count the rounds that decide the tokens after the first."""
+        pending = 0
+        while pending < length - 1:
+            step = min(int(accepted[pending]) + 1, length - 1 - pending)
+            pending += step
+            self.tokens += step
+            self.rounds += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Rates per guess (of the positions that have a token there), and tokens per verify."""
+        offered = np.maximum(self.offered, 1)
+        rates = {"top1": self.top1, "top5": self.top5, "chain": self.chain}
+        return {
+            "tokens_per_verify": round(self.tokens_per_verify, 4),
+            **{name: (counts / offered).round(4).tolist() for name, counts in rates.items()},
+        }
+
+
+def hits(
+    states: mx.array, columns: np.ndarray, target: Target, count: int = 5
+) -> tuple[np.ndarray, np.ndarray]:
+    """Whether the logits of states [K, B, T, D] are highest at ``columns`` [K, B, T] (of equal ones the first
+    counts, as in use), and whether those are among the ``count`` highest. A column of -1 is never hit.
+    """
+    flat = states.reshape(-1, states.shape[-1])
+    wanted = mx.array(np.maximum(columns, 0).reshape(-1))
+    first, above = [], []
+    for start in range(0, len(flat), _ROWS):
+        block = slice(start, start + _ROWS)
+        logits = flat[block] @ target.rows.T
+        chosen = mx.take_along_axis(logits, wanted[block][:, None], axis=-1)
+        first.append(mx.argmax(logits, axis=-1) == wanted[block])
+        above.append(mx.sum(logits > chosen, axis=-1) < count)
+        mx.eval(first[-1], above[-1])  # or the logits of all blocks would be in memory
+    there = columns >= 0
+    right, near = (np.array(mx.concatenate(parts)).reshape(columns.shape) for parts in (first, above))
+    return right & there, near & there

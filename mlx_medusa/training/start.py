@@ -1,0 +1,56 @@
+"""Where training starts from: the settings of new heads, and their first weights."""
+
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_medusa.medusa.recurrent import RecurrentHeads
+
+if TYPE_CHECKING:
+    from mlx_medusa.training.fit import FitOptions
+
+
+def config(options: "FitOptions", base: Any) -> dict[str, Any]:
+    """The ``medusa`` config of new heads for a base with these arguments."""
+    common = {
+        "type": options.kind,
+        "num_heads": options.num_heads,
+        "num_layers": options.num_layers,
+        "hidden_size": base.d_model,
+        "tied": True,
+    }
+    if options.kind == "medusa":
+        return common
+    return {**common, "attention_heads": base.decoder_attention_heads, "ffn_dim": base.decoder_ffn_dim}
+
+
+def initialise(heads: nn.Module, model: Any) -> None:
+    """First weights. Plain heads start as the identity, as Medusa's own trainer has it; recurrent ones from the base.
+
+    Each recurrent layer is the cross-attention and the MLP of one of the base's last decoder layers.
+    """
+    if not isinstance(heads, RecurrentHeads):
+        return  # StackedLinear is made of zeros
+    decoder = model.model.decoder
+    weights: dict[str, mx.array] = {}
+    for index, source in enumerate(decoder.layers[-len(heads.layers) :]):
+        theirs = _parameters(source)
+        own: Any = tree_flatten(heads.layers[index].parameters())
+        weights |= {f"layers.{index}.{name}": theirs[name] for name, _ in own}
+    weights |= {f"layer_norm.{name}": array for name, array in _parameters(decoder.layer_norm).items()}
+    heads.load_weights(list(weights.items()), strict=False)
+
+
+def _parameters(module: nn.Module) -> dict[str, mx.array]:
+    """The parameters of a module by name, float32, quantized ones expanded."""
+    found: dict[str, mx.array] = {}
+    for path, part in module.named_modules():
+        prefix = f"{path}." if path else ""
+        own: Any = {name: value for name, value in part.items() if isinstance(value, mx.array)}
+        if isinstance(part, nn.QuantizedLinear):
+            packed = own.pop("weight"), own.pop("scales"), own.pop("biases", None)
+            own["weight"] = mx.dequantize(*packed, part.group_size, part.bits, part.mode)
+        found |= {prefix + name: value.astype(mx.float32) for name, value in own.items()}
+    return found
