@@ -73,6 +73,7 @@ def add_fit(p: argparse.ArgumentParser) -> None:
         "--held-out", type=float, default=0.1, help="part of the files to judge by (default: %(default)s)"
     )
     p.add_argument("--hours", type=float, help="train on so much of the audio (default: all)")
+    p.add_argument("--start", metavar="HEADS", help="begin from these trained heads (default: from the base)")
     p.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     p.add_argument("--heads-dtype", choices=DTYPES, default="float16", help="default: %(default)s")
     p.add_argument("--export", choices=("whisper", "meralion", "vicuna"), action="append", default=[],

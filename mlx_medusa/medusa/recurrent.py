@@ -18,6 +18,7 @@ from mlx_medusa.medusa.heads import best
 from mlx_medusa.models.layers import attention, gelu
 
 Memory = list[tuple[mx.array, mx.array]]  # K and V [B, heads, S, d], per layer
+Attend = Callable[[mx.array, mx.array, mx.array, float], mx.array]  # Q, K, V, scale -> softmax(scale Q K^T) V
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,9 @@ class CrossAttention(nn.Module):
         """Memory [B, S, D] -> K and V [B, heads, S, D / heads]"""
         return self._split(self.k_proj(memory)), self._split(self.v_proj(memory))
 
-    def __call__(self, x: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, keys: mx.array, values: mx.array, attend: Attend) -> mx.array:
         queries = self._split(self.q_proj(x))
-        out = attention(queries, keys, values, queries.shape[-1] ** -0.5)
+        out = attend(queries, keys, values, queries.shape[-1] ** -0.5)
         return self.out_proj(out.swapaxes(1, 2).reshape(x.shape))
 
 
@@ -81,8 +82,8 @@ class Layer(nn.Module):
         self.fc2 = nn.Linear(ffn_dim, dim)
         self.final_layer_norm = nn.LayerNorm(dim)
 
-    def __call__(self, x: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-        x = x + self.encoder_attn(self.encoder_attn_layer_norm(x), keys, values)
+    def __call__(self, x: mx.array, keys: mx.array, values: mx.array, attend: Attend) -> mx.array:
+        x = x + self.encoder_attn(self.encoder_attn_layer_norm(x), keys, values, attend)
         return x + self.fc2(gelu(self.fc1(self.final_layer_norm(x))))
 
 
@@ -104,11 +105,16 @@ class RecurrentHeads(nn.Module):
         found = [layer.encoder_attn.keys_values(memory) for layer in self.layers]
         return [(mx.contiguous(keys), mx.contiguous(values)) for keys, values in found]
 
-    def __call__(self, state: mx.array, embedded: mx.array, memory: Memory) -> mx.array:
-        """State and embedding of the newest token [B, T, D] -> the next state [B, T, D], for ``layer_norm``."""
+    def __call__(
+        self, state: mx.array, embedded: mx.array, memory: Memory, attend: Attend = attention
+    ) -> mx.array:
+        """State and embedding of the newest token [B, T, D] -> the next state [B, T, D], for ``layer_norm``.
+
+        ``attend`` is how attention is computed; training brings one with a cheaper gradient.
+        """
         x = self.joint(mx.concatenate([self.state_norm(state), self.token_norm(embedded)], axis=-1))
         for layer, (keys, values) in zip(self.layers, memory, strict=True):
-            x = layer(x, keys, values)
+            x = layer(x, keys, values, attend)
         return x
 
 

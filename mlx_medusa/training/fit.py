@@ -48,6 +48,7 @@ class FitOptions:
     held_out: float = 0.1  # of the files
     hours: float | None = None
     dtype: str = "float16"  # of the written heads
+    start: str | None = None  # trained heads to go on from, such as those of a larger harvest
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -94,7 +95,10 @@ class Fit:
         self.config = start.config(options, model.args)
         self.heads = build_heads(self.config, "heads")
         mx.random.seed(options.seed)
-        start.initialise(self.heads, model)
+        if options.start is None:
+            start.initialise(self.heads, model)
+        else:
+            start.take(self.heads, self.config, options.start)
         mx.eval(self.heads.parameters())
         self.steps_per_epoch = sum(1 for _ in batches(self.train, options.batch, (options.seed, 0)))
         self.optimizer = optim.AdamW(
