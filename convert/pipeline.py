@@ -161,11 +161,13 @@ class _Job:
         """The type that floats are cast to, None as they are; OptionError for float16 where it is too narrow."""
         if self.family.float16:
             return chosen
+        if chosen is None:
+            return mx.bfloat16 if self.source.dtype == mx.float16 else None
         if chosen == mx.float16:
             raise OptionError(
                 f"--dtype float16: the numbers of {self.family.title} leave its range; use --dtype bfloat16"
             )
-        return mx.bfloat16 if chosen is None and self.source.dtype == mx.float16 else chosen
+        return chosen
 
     def open_heads(self, path: str | Path | None, chosen: Recipe | None) -> None:
         """Read the heads at ``path``, or those that the base folder has; they fit the base or

@@ -13,10 +13,14 @@ from mlx_medusa.errors import AudioError, MedusaError, OptionError, OutputError
 
 if TYPE_CHECKING:
     from mlx_medusa.speech.results import Transcription
-    from mlx_medusa.speech.transcriber import Options, Transcriber
+    from mlx_medusa.speech.transcriber import Options, SpeechToText
 
 FORMATS = ("txt", "json")
 DEFAULT_MODEL = Path("mlx_model")
+TASKS = (
+    "transcribe", "translate", "singlish", "translate-zh", "translate-id", "translate-ms", "translate-ta",
+    "question", "summarize", "instruction",
+)  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,8 +45,15 @@ def parser() -> argparse.ArgumentParser:
         "--width", type=int, help="rows of a verifier pass, one more than the guesses (default: all heads)"
     )
     p.add_argument("--language", help="spoken language, a code or its English name (default: detected)")
-    p.add_argument("--task", choices=("transcribe", "translate"), default="transcribe",
-                   help="write the spoken language, or English (default: %(default)s)")  # fmt: skip
+    p.add_argument("--task", choices=TASKS, default="transcribe", metavar="TASK",
+                   help="Whisper: transcribe, or translate to English; MERaLiON: " + ", ".join(
+                       task for task in TASKS if task != "translate") + " (default: %(default)s)")  # fmt: skip
+    p.add_argument(
+        "--instruction",
+        help="MERaLiON: the question of --task question, or what else to do (--task instruction, or instead of the "
+        "usual words of --task transcribe)",
+    )
+    add(p, "--speaker-tags", action="store_true", help="MERaLiON: leave <Speaker1>: in the text")
     add(
         p,
         "--output-format",
@@ -91,7 +102,14 @@ def run(args: argparse.Namespace) -> int:
     """Transcribe every input; the good ones are written even if others fail, and then the status is 1."""
     from mlx_medusa.speech import transcriber as speech
 
-    options = speech.Options(args.language, args.task, args.width, medusa=not args.no_medusa)
+    options = speech.Options(
+        args.language,
+        args.task,
+        args.width,
+        medusa=not args.no_medusa,
+        instruction=args.instruction,
+        speaker_tags=args.speaker_tags,
+    )
     if args.output_dir:
         make_folder(args.output_dir)
     transcriber = speech.load(
@@ -135,7 +153,7 @@ def find_model(name: str | None) -> str | Path:
     return folder
 
 
-def transcribe(transcriber: "Transcriber", name: str, options: "Options") -> "Transcription":
+def transcribe(transcriber: "SpeechToText", name: str, options: "Options") -> "Transcription":
     """Transcribe a file or, for ``-``, standard input; AudioError if it holds no sample."""
     result = transcriber.transcribe(sys.stdin.buffer if name == "-" else name, options, progress=True)
     if not result.duration:

@@ -3,9 +3,13 @@
 ``pair`` gives one and ours with the same weights, float32.
 """
 
+import json
+
+import make_gemma_tokenizer
 import mlx.core as mx
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, WhisperConfig
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
@@ -19,11 +23,11 @@ FACTOR = 5  # encoder frames that become one row of speech
 
 
 class Adapter(nn.Module):
-    def __init__(self, kind, dim, out):
+    def __init__(self, kind, dim, out, factor):
         super().__init__()
         inner = dim if kind == "v1" else 5 * dim
-        self.kind = kind
-        self.mlp_adapter = nn.Sequential(nn.Linear(dim * FACTOR, inner), nn.SiLU())
+        self.kind, self.factor = kind, factor
+        self.mlp_adapter = nn.Sequential(nn.Linear(dim * factor, inner), nn.SiLU())
         if kind == "v1":
             self.speech_llm_proj = nn.Sequential(
                 nn.Linear(dim, 4 * dim), nn.SiLU(), nn.Dropout(0.1), nn.Linear(4 * dim, out)
@@ -35,7 +39,7 @@ class Adapter(nn.Module):
 
     def forward(self, frames):
         batch, length, dim = frames.shape
-        x = self.mlp_adapter(frames.reshape(batch, length // FACTOR, dim * FACTOR))
+        x = self.mlp_adapter(frames.reshape(batch, length // self.factor, dim * self.factor))
         if self.kind == "v1":
             return self.speech_llm_proj(x)
         if self.kind == "gated":
@@ -46,11 +50,11 @@ class Adapter(nn.Module):
 class Reference(nn.Module):
     """Names as in a checkpoint."""
 
-    def __init__(self, speech, text, kind, speech_token):
+    def __init__(self, speech, text, kind, speech_token, factor=FACTOR):
         super().__init__()
         self.speech_encoder = WhisperEncoder(speech)
         self.ln_speech = nn.LayerNorm(speech.d_model)
-        self.speech_audio_adapter = Adapter(kind, speech.d_model, text.hidden_size)
+        self.speech_audio_adapter = Adapter(kind, speech.d_model, text.hidden_size, factor)
         self.text_decoder = Gemma2ForCausalLM(text)
         self.speech_token = speech_token
 
@@ -146,3 +150,75 @@ def hear(theirs, ours, seed, chunks):
     encoded = encoded.reshape(1, -1, encoded.shape[-1])
     prompt, start = prompt_of(ours, seed, len(rows))
     return rows, encoded, prompt, Speech(encoded, start)
+
+
+def small_reference(seed=0, *, tied=True, kind="gated", dtype=torch.float32):
+    """A random model that hears 30 s, with a vocabulary for the tokenizer of examples/make_gemma_tokenizer.py."""
+    speech = WhisperConfig(
+        num_mel_bins=80, d_model=32, encoder_layers=1, encoder_attention_heads=1, encoder_ffn_dim=32,
+        max_source_positions=1500, decoder_layers=1, decoder_attention_heads=1,
+    )  # fmt: skip
+    text = Gemma2Config(
+        vocab_size=384, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, query_pre_attn_scalar=32, sliding_window=64,
+        max_position_embeddings=2048, tie_word_embeddings=tied, pad_token_id=0, bos_token_id=2, eos_token_id=1,
+        attn_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = Reference(speech, text, kind, 383, factor=15).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embed_positions" not in name:
+                layer_norm = name.endswith("norm.weight") and not name.startswith("text_decoder")
+                parameter.normal_(layer_norm or name == "ln_speech.weight", 0.1 if parameter.ndim == 1 else 0.3)
+    return model.to(dtype), speech, text
+
+
+def write_hf(folder, seed=0, *, tied=True, kind="gated", dtype=torch.float32, keep_head=False, **changes):
+    """A folder as the hub has it: shards with an index, and text settings that stand at the top level too."""
+    model, speech, text = small_reference(seed, tied=tied, kind=kind, dtype=dtype)
+    tensors = {name: w.contiguous() for name, w in model.state_dict().items()}
+    if tied and not keep_head:
+        del tensors["text_decoder.lm_head.weight"]
+    make_gemma_tokenizer.make(folder)
+    names = sorted(tensors)
+    index = {}
+    for number, part in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-{number:05}-of-00002.safetensors"
+        save_file({name: tensors[name].clone() for name in part}, str(folder / file), metadata={"format": "pt"})
+        index |= dict.fromkeys(part, file)
+    config = {
+        "model_type": "meralion2",
+        "architectures": ["MERaLiON2ForConditionalGeneration"],
+        "auto_map": {"AutoConfig": "configuration_meralion2.MERaLiON2Config"},
+        "speech_config": speech.to_dict(),
+        "text_config": text.to_dict(),
+        "speech_mlp_scale_factor": 15,
+        "speech_token_index": 383,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "torch_dtype": "bfloat16",
+    }
+    del config["text_config"]["num_hidden_layers"]  # said at the top level only
+    files = {
+        "config.json": {**config, **changes},
+        "model.safetensors.index.json": {"metadata": {}, "weight_map": index},
+        "generation_config.json": {"eos_token_id": [1, 107], "no_repeat_ngram_size": 6, "transformers_version": "4.50"},
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def write_heads(folder, *, dim=64, heads=4, seed=0):
+    """Heads in the layout of kartmannXu/MERaLion-2-3B-Medusa."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
+    tensors = {}
+    for head in range(heads):
+        tensors[f"heads.{head}.mlp.0.linear.weight"] = torch.randn(dim, dim).bfloat16() * 0.1
+        tensors[f"heads.{head}.mlp.0.linear.bias"] = torch.randn(dim).bfloat16() * 0.1
+    save_file(tensors, str(folder / "medusa_heads.safetensors"))
+    said = {"adapter_type": "MEDUSA", "num_heads": heads, "num_layers": 1, "hidden_size": dim, "vocab_size": 384}
+    (folder / "adapter_config.json").write_text(json.dumps(said), encoding="utf-8")
+    return folder

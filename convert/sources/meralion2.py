@@ -27,10 +27,11 @@ def open_folder(path: Path, config: dict[str, Any]) -> Source:
     quantization = check_quantization(path, config)
     files = weight_files(path)
     places = {name: (file, info) for file in files for name, info in read_header(file)[0].items()}
-    text = dict(config.get("text_config") or {})
+    text = config.get("text_config")
+    text = dict(text) if isinstance(text, dict) else {}
     tied = TIED.removesuffix("weight") + "scales" not in places and _is_tied(path, places, text)
-    text["tie_word_embeddings"] = tied
-    config = {**config, "text_config": text}
+    if text:  # the model says what is missing otherwise
+        config = {**config, "text_config": {**text, "tie_word_embeddings": tied}}
     if any(name.startswith("speech_audio_adapter.speech_llm_proj.") for name in places):
         config["speech_adapter"] = "v1"
 

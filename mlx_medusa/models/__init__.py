@@ -53,9 +53,8 @@ def load(folder: Path, dtype: mx.Dtype | None = None) -> tuple[Any, dict[str, An
 
 def _without_float16(dtype: mx.Dtype | None, arrays: dict[str, mx.array], folder: Path) -> mx.Dtype | None:
     """``dtype``, or bfloat16 where float16 was asked for or is what the folder holds."""
-    if dtype == mx.float16 or (dtype is None and any(a.dtype == mx.float16 for a in arrays.values())):
-        on_cpu = dtype is None and mx.default_device().type == mx.DeviceType.cpu
-        if not on_cpu:
-            logger.warning("%s: this model's numbers leave the range of float16: bfloat16 is used", folder)
-            return mx.bfloat16
-    return dtype
+    on_cpu = mx.default_device().type == mx.DeviceType.cpu  # where None means float32
+    narrow = any(a.dtype == mx.float16 for a in arrays.values()) and not on_cpu if dtype is None else dtype == mx.float16
+    if narrow:
+        logger.warning("%s: this model's numbers leave the range of float16: bfloat16 is used", folder)
+    return mx.bfloat16 if narrow else dtype
