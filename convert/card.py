@@ -15,7 +15,8 @@ def model_card(base: str, report: "Report") -> str:
     A base that is a local path is left out: it says nothing to others.
     """
     from_hub = bool(_REPO.fullmatch(base)) and not base.startswith(".")
-    front = ["library_name: mlx", "pipeline_tag: automatic-speech-recognition", "tags:", "- mlx", f"- {report.title.lower()}"]
+    front = ["library_name: mlx", "pipeline_tag: automatic-speech-recognition", "tags:", "- mlx"]
+    front += [f"- {report.title.lower()}"]
     front += ["- medusa"] if report.heads else []
     front += [f"base_model: {base}"] if from_hub else []
     origin = (

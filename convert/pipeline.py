@@ -48,7 +48,8 @@ class Report:
 
     def lines(self) -> Iterator[str]:
         """The report in words."""
-        yield f"{self.title}, {self.kind} source, {self.tensors} tensors, {self.parameters / 1e6:.1f} M parameters, {self.dtype}"
+        millions = self.parameters / 1e6
+        yield f"{self.title}, {self.kind} source, {self.tensors} tensors, {millions:.1f} M parameters, {self.dtype}"
         if self.quantized:
             yield f"{self.quantized} layers quantized, {self.bits_per_weight:.3f} bits per weight"
             for reason, names in self.skipped.items():
@@ -81,9 +82,9 @@ def convert(
     ``base`` is a folder or hub id of transformers (Whisper, MERaLiON-2), faster-whisper (CTranslate2) or
     mlx-whisper, or an openai .pt file; for ``heads`` see ``convert.heads``. Without a base they are
     MERaLiON-2-3B's, both from the hub. ``q_bits``, another ``q_mode`` and ``quant_predicate`` imply ``quantize``.
-    ``q_encoder_bits`` are those of a quantized model's speech encoder: 16 leaves it as it is, which is what
-    MERaLiON-2's does if nothing is said, and Whisper's is as its decoder. Floats keep the type of the source unless ``dtype`` ("float16",
-    "bfloat16", "float32") is given. Memory holds one or two tensors.
+    ``q_encoder_bits`` are those of a quantized model's speech encoder, 16 leaves it as it is; if nothing is said,
+    MERaLiON-2's stays and Whisper's is as its decoder. Floats keep the type of the source unless ``dtype``
+    ("float16", "bfloat16", "float32") is given. Memory holds one or two tensors.
 
     Raises OptionError, CheckpointError or OutputError, and leaves nothing behind then.
     """
@@ -145,7 +146,7 @@ class _Job:
         self.dtype = self._dtype(dtype)
         model: Any = build(self.config, source.path)
         self.args = model.args
-        self.shapes = _hf_shapes(model)
+        self.shapes = hf_shapes(model)
         bits = encoder_bits or self.family.encoder_bits
         self.plan = plan(model, chosen, self.family.encoder, bits) if chosen else Plan()
         self.keep_packed = bool(source.quantization) and not dequantize
@@ -306,10 +307,10 @@ def _quantize(full: mx.array, settings: dict[str, Any]) -> tuple[mx.array, ...]:
     for start in range(0, len(full), rows):
         blocks.append(mx.quantize(full[start : start + rows], **settings))
         mx.eval(blocks[-1])
-    return tuple(mx.concatenate(list(part)) for part in zip(*blocks, strict=True)) if len(blocks) > 1 else tuple(blocks[0])
+    return tuple(mx.concatenate(list(part)) for part in zip(*blocks, strict=True))
 
 
-def _hf_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def hf_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a model's tensors as transformers has them: convolutions are [out, in, k]."""
     parameters: Any = tree_flatten(model.parameters())
     convolutions = {

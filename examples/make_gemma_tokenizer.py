@@ -19,7 +19,10 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 SPECIAL = {0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<unk>", 106: "<start_of_turn>", 107: "<end_of_turn>"}
-WORDS = "the of and to in is it you that he was for on are with as his they at be this have from or one had by".split()
+WORDS = (
+    "the", "of", "and", "to", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are", "with", "as", "his",
+    "they", "at", "be", "this", "have", "from", "or", "one", "had", "by",
+)  # fmt: skip
 
 
 def vocabulary(size: int) -> dict[str, int]:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from mlx_medusa import blas
 
 if TYPE_CHECKING:
+    from mlx_medusa.speech.meralion import MeralionTranscriber as MeralionTranscriber
     from mlx_medusa.speech.results import MedusaStatistics as MedusaStatistics
     from mlx_medusa.speech.results import Segment as Segment
     from mlx_medusa.speech.results import Transcription as Transcription
-    from mlx_medusa.speech.meralion import MeralionTranscriber as MeralionTranscriber
     from mlx_medusa.speech.transcriber import Options as Options
     from mlx_medusa.speech.transcriber import Transcriber as Transcriber
     from mlx_medusa.speech.transcriber import load as load

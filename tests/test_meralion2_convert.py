@@ -113,7 +113,7 @@ def test_a_projection_that_should_be_tied_and_differs_is_refused(tmp_path, out):
     config = read(source, "config.json")
     del config["text_config"]["tie_word_embeddings"]
     (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="lm_head.weight differs from"):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from"):
         convert(source, out)
 
 

@@ -15,7 +15,7 @@ from mlx_medusa.errors import OptionError
 from mlx_medusa.medusa.cache import KVCache
 from mlx_medusa.medusa.rules import Rule, pick
 
-_PIECE = 512  # tokens of a prompt that are read in one pass, which bounds the memory of a long one
+PIECE = 512  # tokens of a prompt that are read in one pass, which bounds the memory of a long one
 
 
 class Verifier(Protocol):
@@ -147,8 +147,8 @@ def prefill(
     if not 0 < len(prompt) < verifier.max_length:
         raise OptionError(f"a prompt of {len(prompt)} tokens does not fit a context of {verifier.max_length}")
     pieces = []
-    for start in range(0, len(prompt), _PIECE):
-        pieces.append(chain_pass(verifier, prompt[start : start + _PIECE], cache))
+    for start in range(0, len(prompt), PIECE):
+        pieces.append(chain_pass(verifier, prompt[start : start + PIECE], cache))
         mx.eval(pieces[-1])
     hidden = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
     picks, logits = pick(rules, [prompt], verifier.logits(hidden[0, -1:]))

@@ -34,7 +34,8 @@ def load(folder: Path, dtype: mx.Dtype | None = None) -> tuple[Any, dict[str, An
 
     ``dtype`` casts the weights that are not quantized; None keeps what the folder holds, except on a CPU
     backend, where everything becomes float32 (half precision and quantized matrices are 4 to 10 times
-    slower there). A model whose activations leave the range of float16 gets bfloat16 in its place. Raises CheckpointError if the folder does not hold exactly this model.
+    slower there). A model whose activations leave the range of float16 gets bfloat16 in its place. Raises
+    CheckpointError if the folder does not hold exactly this model.
     """
     config = checkpoint.read_config(folder)
     model: Any = build(config, folder / "config.json")
@@ -54,7 +55,10 @@ def load(folder: Path, dtype: mx.Dtype | None = None) -> tuple[Any, dict[str, An
 def _without_float16(dtype: mx.Dtype | None, arrays: dict[str, mx.array], folder: Path) -> mx.Dtype | None:
     """``dtype``, or bfloat16 where float16 was asked for or is what the folder holds."""
     on_cpu = mx.default_device().type == mx.DeviceType.cpu  # where None means float32
-    narrow = any(a.dtype == mx.float16 for a in arrays.values()) and not on_cpu if dtype is None else dtype == mx.float16
+    if dtype is None:
+        narrow = not on_cpu and any(array.dtype == mx.float16 for array in arrays.values())
+    else:
+        narrow = dtype == mx.float16
     if narrow:
         logger.warning("%s: this model's numbers leave the range of float16: bfloat16 is used", folder)
     return mx.bfloat16 if narrow else dtype

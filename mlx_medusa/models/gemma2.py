@@ -15,7 +15,7 @@ from mlx_medusa.models.base import BaseModelArgs
 if TYPE_CHECKING:
     from mlx_medusa.medusa.cache import KVCache
 
-_BLOCK = 1 << 22  # attention scores that are in memory at once
+BLOCK = 1 << 22  # attention scores that are in memory at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ def attention(
     batch, heads, width, dim = queries.shape
     groups, length = keys.shape[1:3]
     transposed = keys.swapaxes(-1, -2)
-    rows = max(1, _BLOCK // (batch * heads * length))
+    rows = max(1, BLOCK // (batch * heads * length))
     blocks = []
     for start in range(0, width, rows):
         block = queries[:, :, start : start + rows]

@@ -71,7 +71,10 @@ class MeralionTranscriber:
         translation, else "und" (undetermined).
         """
         options = self.check(replace(options or Options(), **overrides))
-        session = Session(options.language)
+        if options.language:
+            logger.warning("MERaLiON hears the language itself: language %r changes nothing", options.language)
+        target = options.task.removeprefix("translate-") if options.task.startswith("translate-") else None
+        session = Session(target or options.language or "und")
         with tqdm(unit="s", desc="transcribed", disable=None if progress else True) as bar:
             for part in windows(read_blocks(audio), MAX_CHUNKS * CHUNK):
                 self._part(part, options, session)
@@ -88,15 +91,9 @@ class MeralionTranscriber:
                 f"task {options.task!r} {'takes no' if not wants else 'needs an'} instruction: "
                 "give one with the task question or instruction"
             )
-        language = "und"
-        if options.language is not None:
-            found = language_code(options.language)
-            if found is None:
-                raise OptionError(f"language {options.language!r} is not known: use a code such as en")
-            language = found
-            logger.warning("MERaLiON hears the language itself: language %r changes nothing", options.language)
-        if options.task.startswith("translate-"):
-            language = options.task.removeprefix("translate-")
+        language = None
+        if options.language is not None and (language := language_code(options.language)) is None:
+            raise OptionError(f"language {options.language!r} is not known: use a code such as en")
         self.tokenizer.prompt(self.instruction(options), 1)  # an instruction that cannot be is refused here
         return replace(options, language=language, width=check_width(options, self.drafter))
 
@@ -135,7 +132,7 @@ class MeralionTranscriber:
         cache = KVCache(self.model.num_layers, Speech(rows, begin))
         drafter = self.drafter if options.medusa else None
         start = part.start / SAMPLE_RATE
-        state, written, logprobs = decode(
+        _, written, logprobs = decode(
             self.model, prompt, cache, limits, rules, drafter, rows, options.width or 1, session, start
         )
         tokens = [token for token in written if token not in self.tokenizer.stops]
