@@ -62,6 +62,8 @@ def add_fit(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--draft-vocabulary", type=int, metavar="N", help="guess only among the N most frequent tokens"
     )
+    p.add_argument("--vocabulary-text", type=Path, nargs="+", metavar="FILE", default=[],
+                   help="count the tokens of these texts too (plain, or JSON lines with a 'text')")  # fmt: skip
     p.add_argument("--epochs", type=int, default=12, help="default: %(default)s")
     p.add_argument("--batch", type=int, default=2, help="windows a step (default: %(default)s)")
     p.add_argument("--learning-rate", type=float, help="at its peak (default: 8e-4 recurrent, 1e-3 medusa)")
@@ -147,7 +149,7 @@ def name_errors(errors: Sequence[MedusaError]) -> int:
 
 def run_fit(args: argparse.Namespace) -> int:
     """Train, write card and curves after each epoch, export."""
-    from mlx_medusa.training.data import Harvest
+    from mlx_medusa.training.data import Harvest, text_counts
     from mlx_medusa.training.export import export_heads
     from mlx_medusa.training.fit import Fit, FitOptions
     from mlx_medusa.training.report import write_card, write_curves
@@ -157,7 +159,13 @@ def run_fit(args: argparse.Namespace) -> int:
         raise OptionError("--export: only plain heads can be exported: use --kind medusa")
     command = ["python -m mlx_medusa.train", *(sys.argv[1:])]
     transcriber, folder = load(args, medusa=False)
-    fit = Fit(transcriber.model, folder, Harvest(args.harvest), args.output, options)
+    harvest = Harvest(args.harvest)
+    texts = None
+    if args.vocabulary_text:
+        if args.draft_vocabulary is None:
+            raise OptionError("--vocabulary-text does nothing without --draft-vocabulary")
+        texts = text_counts(args.vocabulary_text, transcriber.tokenizer.encode, harvest.index["vocab_size"])
+    fit = Fit(transcriber.model, folder, harvest, args.output, options, texts)
 
     def after() -> None:
         entry = fit.progress.log[-1]

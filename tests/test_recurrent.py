@@ -77,7 +77,7 @@ def torch_chain(config, arrays, embeddings, projection, memory, hidden, pending,
     return guesses, states
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("layers", [1, 2])
 def test_guesses_equal_the_formula(seed, layers):
     model, encoded = tiny_whisper(seed)
@@ -103,7 +103,7 @@ def test_guesses_equal_the_formula(seed, layers):
 @pytest.mark.parametrize("config", [RECURRENT, PLAIN], ids=["recurrent", "medusa"])
 @pytest.mark.parametrize("vocabulary", [False, True])
 def test_text_equals_plain_greedy_at_every_width(config, vocabulary):
-    for seed in range(100, 113):
+    for seed in range(100, 106):
         model, encoded, prompt, limits, rules, expected = test_decode.case(seed)
         ids = (
             sorted(np.random.default_rng(seed).choice(VOCAB, size=10, replace=False)) if vocabulary else None

@@ -22,7 +22,7 @@ from mlx_medusa.errors import AudioError, CheckpointError, MedusaError, OptionEr
 from mlx_medusa.speech.transcriber import load
 from mlx_medusa.train import main
 from mlx_medusa.training import harvest as harvesting
-from mlx_medusa.training.data import Batch, Harvest, batches, draft_vocabulary
+from mlx_medusa.training.data import Batch, Harvest, batches, draft_vocabulary, text_counts
 from mlx_medusa.training.export import export_heads
 from mlx_medusa.training.fit import Fit, FitOptions
 from mlx_medusa.training.harvest import HarvestOptions, harvest, list_audio
@@ -216,6 +216,18 @@ def test_draft_vocabulary_is_by_frequency():
     assert draft_vocabulary(counts, 7, eos=7).tolist() == [0, 1, 2, 3, 4, 5, 7]
     with pytest.raises(OptionError):
         draft_vocabulary(counts, 9, eos=7)
+
+
+def test_counts_of_texts(transcriber, tmp_path):
+    (tmp_path / "a.txt").write_text("one two\n\ntwo\n")
+    (tmp_path / "b.jsonl").write_text('{"text": "two"}\n')
+    encode = transcriber.tokenizer.encode
+    counts = text_counts([tmp_path / "a.txt", tmp_path / "b.jsonl"], encode, 51864)
+    assert counts[encode(" two")[0]] == 3
+    assert counts[encode(" one")[0]] == 1
+    (tmp_path / "c.jsonl").write_text('{"words": "two"}\n')
+    with pytest.raises(OptionError, match=r"c\.jsonl"):
+        text_counts([tmp_path / "c.jsonl"], encode, 51864)
 
 
 # ----------------------------------------------------------------------------------------- objective

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map
 
 from mlx_medusa import checkpoint
 from mlx_medusa.errors import CheckpointError
@@ -92,7 +93,19 @@ def load_drafter(
     if ids is not None:
         check_vocabulary(ids, vocab_size, source)
     checkpoint.load_into(heads, arrays, quantization=config.get("quantization"), dtype=dtype, source=source)
+    if mx.default_device().type == mx.cpu:
+        heads.update(tree_map(_by_column, heads.parameters()))
+        mx.eval(heads.parameters())
     return new_drafter(config, heads, base, ids, source)
+
+
+def _by_column(weight: mx.array) -> mx.array:
+    """The same matrices [..., out, in], laid out by column: BLAS multiplies a single row by their transposes a fourth
+    faster so.
+    """
+    if weight.ndim < 2 or not mx.issubdtype(weight.dtype, mx.floating):
+        return weight
+    return mx.contiguous(weight.swapaxes(-1, -2)).swapaxes(-1, -2)
 
 
 def new_drafter(

@@ -63,6 +63,10 @@ class WhisperTokenizer:
             start += [self.languages[language], self.tasks[task]]
         return start if timestamps else [*start, self.no_timestamps]
 
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, without special ones."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of the tokens, special ones left out."""
         return self._tokenizer.decode([token for token in tokens if token < self.eot])

@@ -1,7 +1,8 @@
 """Read a harvest: which sequences there are, which are held out, and batches of them."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,24 @@ class Harvest:
             hidden[at, :count] = self.read(one.shard, one.hidden)[:count]
         memory = np.stack([self.read(one.shard, one.memory) for one in sequences]).astype(np.float32)
         return Batch(mx.array(memory), mx.array(hidden), tokens, lengths)
+
+
+def text_counts(paths: Sequence[Path], encode: Callable[[str], list[int]], vocab_size: int) -> np.ndarray:
+    """How often each id comes in some texts, [V]: plain text, or JSON lines with a "text".
+
+    Raises OptionError for a file that cannot be read as one of these.
+    """
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for path in paths:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+            if path.suffix == ".jsonl":
+                lines = [json.loads(line)["text"] for line in lines if line.strip()]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise OptionError(f'{path}: is neither text nor JSON lines with a "text" ({error})') from error
+        for line in lines:
+            np.add.at(counts, encode(f" {line.strip()}"), 1)  # Whisper's text begins with a space
+    return counts
 
 
 def draft_vocabulary(counts: np.ndarray, size: int | None, eos: int) -> np.ndarray:

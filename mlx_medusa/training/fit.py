@@ -1,5 +1,6 @@
 """Fit heads on a harvest: AdamW with warm-up and cosine, the best epoch by tokens per verify on held-out files."""
 
+import hashlib
 import json
 import math
 from collections.abc import Callable
@@ -82,14 +83,19 @@ class Fit:
         harvest: Harvest,
         folder: Path,
         options: FitOptions | None = None,
+        text_counts: np.ndarray | None = None,
     ):
-        """Raises CheckpointError for a harvest of another model, OptionError for a folder with another run in it."""
+        """``text_counts`` [V]: how often ids come in other texts; it counts as much as the harvest for the draft
+        vocabulary. Raises CheckpointError for a harvest of another model, OptionError for a folder with another run.
+        """
         self.options = options = options or FitOptions()
         self.model, self.harvest, self.folder = model, harvest, Path(folder)
         identity = fingerprint(model_folder)
         harvest.check(identity, str(model.embed(mx.array([0])).dtype).rpartition(".")[2])
         self.train, self.held_out = harvest.split(options.held_out, options.hours)
-        counts = harvest.token_counts(self.train)
+        counts = harvest.token_counts(self.train).astype(np.float64)
+        if text_counts is not None:
+            counts = counts / max(counts.sum(), 1) + text_counts / max(text_counts.sum(), 1)
         ids = draft_vocabulary(counts, options.draft_vocabulary, harvest.index["eos"])
         self.target = Target(model, ids, harvest.index["vocab_size"])
         self.config = start.config(options, model.args)
@@ -110,6 +116,7 @@ class Fit:
             **asdict(options),
             "fingerprint": identity,
             "windows": len(self.train),
+            "vocabulary": hashlib.sha256(ids.tobytes()).hexdigest(),
             "hours_of_audio": hours,
         }
         self.progress = Progress(settings)

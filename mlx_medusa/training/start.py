@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mlx_medusa.training.fit import FitOptions
 
 # Root mean square of what Whisper's last decoder layer is given: 0.2 to 0.3 (tiny.en)
-_STATE, _TOKEN, _NOISE = 0.28, 0.1, 0.3
+_STATE, _TOKEN, _NOISE = 0.28, 0.1, 0.1
 
 
 def config(options: "FitOptions", base: Any) -> dict[str, Any]:
