@@ -10,9 +10,10 @@ import argparse
 import math
 from typing import Any
 
+from make_random_checkpoint import meralion_config
+
 from convert.pipeline import hf_shapes
 from convert.quantize import plan, recipe
-from make_random_checkpoint import meralion_config
 from mlx_medusa import models
 from mlx_medusa.medusa.decode import PIECE
 from mlx_medusa.models import gemma2

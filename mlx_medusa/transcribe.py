@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlx_medusa.errors import AudioError, MedusaError, OptionError, OutputError
+from mlx_medusa.speech import tasks
 
 if TYPE_CHECKING:
     from mlx_medusa.speech.results import Transcription
@@ -17,10 +18,6 @@ if TYPE_CHECKING:
 
 FORMATS = ("txt", "json")
 DEFAULT_MODEL = Path("mlx_model")
-TASKS = (
-    "transcribe", "translate", "singlish", "translate-zh", "translate-id", "translate-ms", "translate-ta",
-    "question", "summarize", "instruction",
-)  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,9 +42,14 @@ def parser() -> argparse.ArgumentParser:
         "--width", type=int, help="rows of a verifier pass, one more than the guesses (default: all heads)"
     )
     p.add_argument("--language", help="spoken language, a code or its English name (default: detected)")
-    p.add_argument("--task", choices=TASKS, default="transcribe", metavar="TASK",
-                   help="Whisper: transcribe, or translate to English; MERaLiON: " + ", ".join(
-                       task for task in TASKS if task != "translate") + " (default: %(default)s)")  # fmt: skip
+    p.add_argument(
+        "--task",
+        choices=tasks.ALL,
+        default="transcribe",
+        metavar="TASK",
+        help=f"Whisper: transcribe, or translate (into English); MERaLiON: {', '.join(tasks.MERALION)} "
+        "(default: %(default)s)",
+    )
     p.add_argument(
         "--instruction",
         help="MERaLiON: the question of --task question, or what else to do (--task instruction, or instead of the "

@@ -18,6 +18,8 @@ from mlx_medusa.models.meralion2 import Speech
 from mlx_medusa.speech.chat import ChatTokenizer
 from mlx_medusa.speech.languages import language_code
 from mlx_medusa.speech.results import Segment, Transcription
+from mlx_medusa.speech.tasks import MERALION as TASKS
+from mlx_medusa.speech.tasks import QUERY
 from mlx_medusa.speech.transcriber import (
     Options,
     Session,
@@ -33,20 +35,6 @@ logger = logging.getLogger("mlx_medusa")
 CHUNK = 30 * SAMPLE_RATE  # samples that the encoder takes at once
 MAX_CHUNKS = 10  # of one part: what the model was trained to hear
 TOKENS_PER_CHUNK = 400  # most that are written for 30 s, if nothing is said: three times fast speech
-
-QUERY = "Please transcribe this speech."
-HEADS_QUERY = "Transcribe the speech"  # what the public heads were trained with
-TASKS = {  # task -> instruction; None: the user's own
-    "transcribe": QUERY,
-    "singlish": "Please transcribe this Singlish speech.",
-    "translate-zh": "Can you please translate this speech into written Chinese?",
-    "translate-id": "Can you please translate this speech into written Indonesian?",
-    "translate-ms": "Can you please translate this speech into written Malay?",
-    "translate-ta": "Can you please translate this speech into written Tamil?",
-    "question": "Based on the audio, answer the following question: {}",
-    "summarize": "Please summarize this spoken dialogue.",
-    "instruction": "{}",
-}
 
 
 class MeralionTranscriber:

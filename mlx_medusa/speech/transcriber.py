@@ -18,6 +18,7 @@ from mlx_medusa.medusa.cache import KVCache
 from mlx_medusa.medusa.decode import Drafter, Limits, Statistics, generate, prefill
 from mlx_medusa.medusa.drafters import load_drafter
 from mlx_medusa.medusa.rules import Rule, Suppress, SuppressAtBegin, Timestamps
+from mlx_medusa.speech import tasks
 from mlx_medusa.speech.languages import language_code
 from mlx_medusa.speech.results import MedusaStatistics, Segment, Transcription
 from mlx_medusa.speech.tokenizer import WhisperTokenizer
@@ -25,7 +26,6 @@ from mlx_medusa.speech.windows import Window, windows
 
 logger = logging.getLogger("mlx_medusa")
 
-TASKS = ("transcribe", "translate")  # of Whisper
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
 
@@ -49,6 +49,8 @@ class Options:
     speaker_tags: bool = False
 
     def __post_init__(self) -> None:
+        if self.task not in tasks.ALL:
+            raise OptionError(f"task {self.task!r} is not known: use one of {', '.join(tasks.ALL)}")
         for name in ("width", "max_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -108,8 +110,8 @@ class Transcriber:
 
     def check(self, options: Options) -> Options:
         """The options as they apply to this model: language a code, width a number. OptionError if they cannot."""
-        if options.task not in TASKS:
-            raise OptionError(f"task {options.task!r} is not one of this model's: {', '.join(TASKS)}")
+        if options.task not in tasks.WHISPER:
+            raise OptionError(f"task {options.task!r} is not one of this model's: {', '.join(tasks.WHISPER)}")
         if options.instruction or options.speaker_tags:
             raise OptionError("instruction and speaker_tags are for MERaLiON: Whisper has none")
         language = options.language
@@ -327,5 +329,5 @@ def load(
 
     tokenizer = ChatTokenizer.from_folder(folder, verifier.args.speech_token_index)
     # the query goes with the folder and not with the use of its heads, so that the text does not depend on that
-    query = meralion.HEADS_QUERY if heads is not None or "medusa" in config else meralion.QUERY
+    query = tasks.HEADS_QUERY if heads is not None or "medusa" in config else tasks.QUERY
     return meralion.MeralionTranscriber(verifier, tokenizer, drafter, query)
