@@ -29,7 +29,7 @@ def test_weights():
     four = weights(model, 4, 8)
     assert four["text_decoder"] / PARAMETERS["text_decoder"] == pytest.approx(4.5 / 8, rel=1e-3)
     assert four["speech_audio_adapter"] / PARAMETERS["speech_audio_adapter"] == pytest.approx(4.5 / 8, rel=1e-3)
-    assert four["speech_encoder"] / PARAMETERS["speech_encoder"] == pytest.approx(8.5 / 8, rel=1e-2)
+    assert four["speech_encoder"] / PARAMETERS["speech_encoder"] == pytest.approx(8.5 / 8, rel=2e-2)
 
 
 def test_300_s_fit_a_mac_of_8_gb():
