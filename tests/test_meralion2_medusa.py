@@ -65,8 +65,9 @@ def test_no_repeat_rule_equals_transformers(size):
         if rng.random() < 0.3:
             text = [token + 10 * (rng.random() < 0.1) for token in text]
         drafts = rng.integers(0, 3, size=5).tolist()
-        prefixes = [text + drafts[:i] for i in range(6)]
-        logits = rng.normal(size=(6, 12)).astype(np.float32)
+        other = rng.integers(0, 3, size=rng.integers(1, 40)).tolist()  # a batch has other texts too
+        prefixes = [text + drafts[:i] for i in range(6)] + [other]
+        logits = rng.normal(size=(7, 12)).astype(np.float32)
         found = np.array(ours(prefixes, mx.array(logits)))
         for prefix, row, scores in zip(prefixes, found, logits, strict=True):
             expected = theirs(torch.tensor([prefix]), torch.tensor(scores)[None])[0].numpy()

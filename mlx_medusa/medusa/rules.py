@@ -125,7 +125,12 @@ class NoRepeatNGram:
         self._size = size
 
     def __call__(self, prefixes: Sequence[Prefix], logits: mx.array) -> mx.array:
-        banned = [self._banned(prefix) for prefix in prefixes]
+        longest = max(prefixes, key=len)
+        tokens = np.asarray(longest)  # the rows of a pass share it: each is a part of the longest
+        banned = [
+            self._banned(tokens[: len(prefix)] if longest[: len(prefix)] == prefix else np.asarray(prefix))
+            for prefix in prefixes
+        ]
         if not any(banned):
             return logits
         bias = np.zeros(logits.shape, dtype=np.float32)
@@ -133,12 +138,11 @@ class NoRepeatNGram:
             row[[token for token in ids if token < len(row)]] = -np.inf
         return logits + mx.array(bias)
 
-    def _banned(self, prefix: Prefix) -> set[int]:
-        """What would complete a run that ``prefix`` holds already."""
+    def _banned(self, tokens: np.ndarray) -> set[int]:
+        """What would complete a run that ``tokens`` [n] hold already."""
         count = self._size - 1
-        if len(prefix) < self._size:
+        if len(tokens) < self._size:
             return set()
-        tokens = np.asarray(prefix)
         starts = np.ones(len(tokens) - count, dtype=bool)  # of runs that begin as the prefix ends
         for offset in range(count):
             starts &= tokens[offset : offset + len(starts)] == tokens[len(tokens) - count + offset]
