@@ -71,6 +71,8 @@ def add_fit(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--loss-decay", type=float, default=0.8, help="weight of guess k is this to the power of k"
     )
+    p.add_argument("--imitation", type=float, default=5.0, metavar="WEIGHT",
+                   help="of the distance to the model's own later states (default: %(default)s)")  # fmt: skip
     p.add_argument(
         "--held-out", type=float, default=0.1, help="part of the files to judge by (default: %(default)s)"
     )

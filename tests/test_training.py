@@ -316,7 +316,7 @@ def test_training_end_to_end(kind, model, harvested, audio, tmp_path, capsys):
     out = tmp_path / "heads"
     arguments = ["fit", str(harvested), "-o", str(out), "--model", str(model), "--kind", kind, "--num-heads", "3",
                  "--epochs", "4", "--draft-vocabulary", "2000", "--held-out", "0.3", "--data", "made-up sounds",
-                 "--learning-rate", "0.02" if kind == "medusa" else "0.001"]  # fmt: skip
+                 "--imitation", "0.1", "--learning-rate", "0.02" if kind == "medusa" else "0.001"]  # fmt: skip
     assert main(arguments) == 0
     log = json.loads((out / "log.json").read_text())
     losses = [sum(entry["loss_per_guess"]) for entry in log["epochs"]]

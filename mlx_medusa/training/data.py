@@ -40,6 +40,7 @@ class Batch:
     hidden: mx.array  # [B, T, D] float32
     tokens: np.ndarray  # [B, T + K] int32, 0 where padded
     lengths: np.ndarray  # [B]; row j of a sequence of n tokens has min(K, n - 1 - j) guesses to learn
+    later: mx.array | None = None  # [K, B, T, D] float32: the verifier's states that guesses should be
 
 
 class Harvest:
@@ -127,13 +128,13 @@ class Harvest:
         lengths = np.array([one.length for one in sequences])
         rows = max(1, int(lengths.max()) - 1)  # no guess follows the last token
         tokens = np.zeros((len(sequences), rows + guesses), dtype=np.int32)
-        hidden = np.zeros((len(sequences), rows, self.index["hidden_size"]), dtype=np.float32)
+        hidden = np.zeros((len(sequences), rows + guesses, self.index["hidden_size"]), dtype=np.float32)
         for at, one in enumerate(sequences):
             tokens[at, : one.length] = self.read(one.shard, one.tokens)
-            count = min(rows, one.length)
-            hidden[at, :count] = self.read(one.shard, one.hidden)[:count]
+            hidden[at, : one.length] = self.read(one.shard, one.hidden)
         memory = np.stack([self.read(one.shard, one.memory) for one in sequences]).astype(np.float32)
-        return Batch(mx.array(memory), mx.array(hidden), tokens, lengths)
+        later = np.stack([hidden[:, 1 + guess : 1 + guess + rows] for guess in range(guesses)])
+        return Batch(mx.array(memory), mx.array(hidden[:, :rows]), tokens, lengths, mx.array(later))
 
 
 def text_counts(paths: Sequence[Path], encode: Callable[[str], list[int]], vocab_size: int) -> np.ndarray:

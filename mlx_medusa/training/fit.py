@@ -44,6 +44,7 @@ class FitOptions:
     learning_rate: float | None = None
     weight_decay: float = 0.05
     loss_decay: float = 0.8  # weight of guess k is this to the power of k
+    imitation: float = 5.0  # weight of the distance to the verifier's own later states
     warm_up: float = 0.1  # of all steps
     clip: float = 1.0  # norm of the gradient
     held_out: float = 0.1  # of the files
@@ -99,8 +100,8 @@ class Fit:
         ids = draft_vocabulary(counts, options.draft_vocabulary, harvest.index["eos"])
         self.target = Target(model, ids, harvest.index["vocab_size"])
         self.config = start.config(options, model.args)
-        self.heads = build_heads(self.config, "heads")
         mx.random.seed(options.seed)
+        self.heads = build_heads(self.config, "heads")
         if options.start is None:
             start.initialise(self.heads, model)
         else:
@@ -182,7 +183,10 @@ class Fit:
 
     def _loss(self, heads: Any, members: list[Decoded]) -> tuple[mx.array, mx.array]:
         batch = self.harvest.batch(members, self.options.num_heads)
-        return loss_of_batch(heads, batch, self.target, self.options.num_heads, self.options.loss_decay)
+        options = self.options
+        return loss_of_batch(
+            heads, batch, self.target, options.num_heads, options.loss_decay, options.imitation
+        )
 
     def _learning_rate(self, step: int) -> float:
         """Linear warm-up, then half a cosine down to zero."""

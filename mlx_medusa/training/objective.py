@@ -81,9 +81,14 @@ def labels(batch: Batch, guesses: int) -> np.ndarray:
 
 
 def loss_of_batch(
-    heads: Any, batch: Batch, target: Target, guesses: int, decay: float
+    heads: Any, batch: Batch, target: Target, guesses: int, decay: float, imitation: float = 0.0
 ) -> tuple[mx.array, mx.array]:
-    """(mean cross-entropy with weights decay^k, summed cross-entropies per guess [K])."""
+    """(mean loss with weights decay^k, summed cross-entropies per guess [K]).
+
+    The loss of a guess is its cross-entropy and, ``imitation`` times, the squared distance of its state from the state
+    with which the verifier predicts that token, over their mean square: D numbers to learn from, not one token (Li et
+    al. 2024, EAGLE, https://arxiv.org/abs/2401.15077, section 3.2).
+    """
     wanted = labels(batch, guesses)
     columns = np.where(wanted < 0, -1, target.columns(np.maximum(wanted, 0))).reshape(-1)
     index = np.flatnonzero(columns >= 0)
@@ -91,8 +96,12 @@ def loss_of_batch(
     weights = (decay**of_guess).astype(np.float32)
     weights /= max(weights.sum(), 1e-9)
     states = guess_states(heads, batch, guesses, target)
-    states = states.reshape(-1, states.shape[-1])[mx.array(index)]
-    loss, losses = cross_entropy(states, target.rows, mx.array(columns[index]), mx.array(weights))
+    rows, scale = mx.array(index), mx.array(weights)
+    states = states.reshape(-1, states.shape[-1])[rows]
+    loss, losses = cross_entropy(states, target.rows, mx.array(columns[index]), scale)
+    if imitation and batch.later is not None:
+        later = batch.later.reshape(-1, states.shape[-1])[rows]
+        loss = loss + imitation * (scale @ mx.mean((states - later) ** 2, axis=-1)) / mx.mean(later**2)
     per_guess = mx.zeros(guesses).at[mx.array(of_guess)].add(mx.stop_gradient(losses))
     return loss, per_guess
 
