@@ -119,7 +119,7 @@ def uniform(random: np.random.Generator, shape: Iterable[int], most: float, dtyp
     return mx.concatenate(blocks).reshape(shape)
 
 
-def meralion_config(**text: int) -> dict[str, Any]:
+def meralion_config(encoder: str = "large-v3", **text: int) -> dict[str, Any]:
     """A config.json with the shape of MERaLiON-2-3B; ``text`` changes settings of its decoder."""
     decoder: dict[str, Any] = {
         "model_type": "gemma2",
@@ -142,7 +142,7 @@ def meralion_config(**text: int) -> dict[str, Any]:
     return {
         "model_type": "meralion2",
         "architectures": ["MERaLiON2ForConditionalGeneration"],
-        "speech_config": {"model_type": "whisper", **whisper_config("large-v3", "bfloat16")},
+        "speech_config": {"model_type": "whisper", **whisper_config(encoder, "bfloat16")},
         "text_config": decoder,
         "speech_mlp_scale_factor": 15,
         "speech_token_index": decoder["vocab_size"] - 1,
@@ -152,15 +152,23 @@ def meralion_config(**text: int) -> dict[str, Any]:
     }
 
 
-def make_meralion(folder: Path, seed: int = 0, shard_bytes: int = 5 << 30, heads: int = 4) -> None:
-    """Write a bfloat16 MERaLiON-2-3B with a tokenizer, and in heads/ Medusa heads as their author stores them."""
+def make_meralion(
+    folder: Path,
+    seed: int = 0,
+    shard_bytes: int = 5 << 30,
+    heads: int = 4,
+    config: dict[str, Any] | None = None,
+) -> None:
+    """Write a bfloat16 MERaLiON-2-3B (or what ``config`` says) with a tokenizer, and in heads/ Medusa heads as their
+    author stores them.
+    """
     random = np.random.default_rng(seed)
-    config = meralion_config()
-    dim = config["text_config"]["hidden_size"]
+    config = config or meralion_config()
+    dim, vocabulary = config["text_config"]["hidden_size"], config["text_config"]["vocab_size"]
     with staged_folder(folder) as staging:
         write_json(staging / "config.json", config)
         write_json(staging / "generation_config.json", {"eos_token_id": [1, 107], "no_repeat_ngram_size": 6})
-        make_gemma_tokenizer.make(staging, config["text_config"]["vocab_size"])
+        make_gemma_tokenizer.make(staging, vocabulary)
         writer = ShardWriter(staging, shard_bytes=shard_bytes)
         for name, shape in hf_shapes(models.build(config)).items():
             writer.add(name, uniform(random, shape, 0.05, mx.bfloat16))
@@ -173,7 +181,7 @@ def make_meralion(folder: Path, seed: int = 0, shard_bytes: int = 5 << 30, heads
                 writer.add(name, uniform(random, shape, 0.01, mx.bfloat16))
         writer.close(index=False)
         said = {"adapter_type": "MEDUSA", "num_heads": heads, "num_layers": 1, "hidden_size": dim}
-        write_json(staging / "heads" / "adapter_config.json", {**said, "vocab_size": 256_000})
+        write_json(staging / "heads" / "adapter_config.json", {**said, "vocab_size": vocabulary})
 
 
 def main() -> None:

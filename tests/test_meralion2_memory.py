@@ -1,11 +1,14 @@
-"""The memory arithmetic of examples/meralion_memory.py against its own parts and what the README says. No weights."""
+"""The memory arithmetic of examples/meralion_memory.py against counts by hand, the README and a converted folder."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
-from make_random_checkpoint import meralion_config
+from make_random_checkpoint import make_meralion, meralion_config
 from meralion_memory import memory, read_per_pass, weights
 
+import mlx_medusa
+from convert import convert
 from mlx_medusa import models
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
@@ -52,3 +55,20 @@ def test_bytes_of_a_pass():
     assert plain["verify"] == small["verify"]
     for found in (plain, small):
         assert f"{found['draft'] / sum(found.values()):.0%}" in README
+
+
+def test_a_random_checkpoint_has_the_size_that_was_computed(tmp_path):
+    """The script's checkpoint, small, from shards to a 4-bit folder with heads and on to text."""
+    config = meralion_config(
+        "tiny", vocab_size=384, hidden_size=128, intermediate_size=128, num_hidden_layers=2, head_dim=64
+    )
+    make_meralion(tmp_path / "random", config=config, shard_bytes=20_000_000)
+    assert len(list((tmp_path / "random").glob("model-*.safetensors"))) > 1
+    convert(tmp_path / "random", tmp_path / "model", tmp_path / "random" / "heads", q_bits=4, q_encoder_bits=8)
+    computed = memory(config, 4, 8, 30)
+    on_disk = {part: (tmp_path / "model" / f"{part}.safetensors").stat().st_size for part in ("model", "medusa")}
+    assert on_disk["model"] == pytest.approx(computed["weights"], rel=0.02)  # the header is the rest
+    assert on_disk["medusa"] - (1 << 18) - 8 == computed["heads"]  # the room that is kept for a header
+    transcriber = mlx_medusa.load(tmp_path / "model")
+    noise = np.random.default_rng(0).normal(size=16_000).astype(np.float32)
+    assert transcriber.transcribe(noise, max_tokens=12).medusa.width == 5
