@@ -23,8 +23,8 @@ DEFAULT_MODEL = Path("mlx_model")
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m mlx_medusa.transcribe",
-        description="Transcribe speech with Whisper on MLX. The text is that of plain greedy decoding; Medusa heads, "
-        "where the model has them, make it come in fewer passes.",
+        description="Transcribe speech with Whisper or MERaLiON-2 on MLX. The text is that of plain greedy decoding; "
+        "Medusa heads, where the model has them, make it come in fewer passes.",
         allow_abbrev=False,
     )
     p.add_argument(

@@ -60,6 +60,8 @@ class ChatTokenizer:
             raise CheckpointError(
                 f"{path}: cannot be read as a tokenizer ({error}); convert the model again"
             ) from error
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{settings}: expected a JSON object; convert the model again")
         return cls(tokenizer, template, config, speech_token, path)
 
     def prompt(self, query: str, rows: int) -> tuple[list[int], int]:
