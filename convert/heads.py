@@ -18,7 +18,7 @@ from convert.quantize import Recipe
 from mlx_medusa import checkpoint
 from mlx_medusa.checkpoint import HEADS_FILE, ShardWriter, read_arrays, read_json, resolve
 from mlx_medusa.errors import CheckpointError, OptionError
-from mlx_medusa.medusa.drafters import check_vocabulary
+from mlx_medusa.medusa.vocabulary import check_vocabulary
 from mlx_medusa.shards import read_header
 
 PATTERNS = ("*.json", "*.safetensors", "*.pt")
@@ -216,7 +216,7 @@ def write_heads(
                 raise CheckpointError(
                     f"heads: {name} holds values that {config['dtype']} cannot; use --dtype bfloat16"
                 )
-        if recipe is None or array.ndim == 1 or name.endswith(".bias"):
+        if recipe is None or array.ndim == 1 or not name.endswith(".weight"):
             writer.add(name, array)
             continue
         layer = name.removesuffix("weight")

@@ -313,8 +313,8 @@ def read_heads(path: Path) -> tuple[dict[str, Any], dict[str, mx.array]] | None:
 
     Arrays of plain heads: layers.{l}.weight [K, D, D], layers.{l}.bias [K, D], projection.weight [K, V, D] if
     not tied. Of recurrent ones: the parameters of ``RecurrentHeads``. Of both: draft_vocabulary [N] int32 if the
-    config names its size. Quantized ones have .scales and .biases beside .weight. Raises CheckpointError if the
-    file and its config do not agree.
+    config names its size, and draft_basis [D, r] if it names a rank. Quantized ones have .scales and .biases
+    beside .weight. Raises CheckpointError if the file and its config do not agree.
     """
     path = Path(path)
     file = path / HEADS_FILE if path.is_dir() else path
@@ -351,6 +351,8 @@ def heads_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{name[: -len('weight')]}{part}"] = (*shape[:-1], size)
     if size := int(config.get("draft_vocabulary") or 0):
         shapes["draft_vocabulary"] = (size,)
+        if rank := int(config.get("draft_rank") or 0):
+            shapes["draft_basis"] = (int(config["hidden_size"]), rank)
     return shapes
 
 

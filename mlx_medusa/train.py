@@ -62,6 +62,8 @@ def add_fit(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--draft-vocabulary", type=int, metavar="N", help="guess only among the N most frequent tokens"
     )
+    p.add_argument("--draft-rank", type=int, default=0, metavar="R",
+                   help="screen those tokens in R directions first, to read fewer bytes (default: no)")  # fmt: skip
     p.add_argument("--vocabulary-text", type=Path, nargs="+", metavar="FILE", default=[],
                    help="count the tokens of these texts too (plain, or JSON lines with a 'text')")  # fmt: skip
     p.add_argument("--epochs", type=int, default=12, help="default: %(default)s")

@@ -72,7 +72,7 @@ def random_heads(model, seed, count=7):
     mx.random.seed(seed)
     heads.load_weights([(f"layers.{i}.weight", mx.random.normal(layer.weight.shape) * 0.3)
                         for i, layer in enumerate(heads.layers)], strict=False)  # fmt: skip
-    return MedusaDrafter(heads, model.logits)
+    return MedusaDrafter(heads, lambda states: mx.argmax(model.logits(states), axis=-1))
 
 
 def decode(model, encoded, prompt, limits, width, drafter=None, rules=()):

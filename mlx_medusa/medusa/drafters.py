@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ from mlx_medusa.errors import CheckpointError
 from mlx_medusa.medusa.decode import Drafter
 from mlx_medusa.medusa.heads import HeadsArgs, MedusaDrafter, MedusaHeads
 from mlx_medusa.medusa.recurrent import RecurrentArgs, RecurrentDrafter, RecurrentHeads
+from mlx_medusa.medusa.vocabulary import DraftVocabulary, Guess, best, check_vocabulary
 
 
 class Base(Protocol):
@@ -39,17 +39,15 @@ class Kind:
 
     args: Any
     module: Any
-    drafter: Callable[[Any, Base, Callable[[mx.array], mx.array], mx.array | None], Drafter]
+    drafter: Callable[[Any, Base, Guess], Drafter]
 
 
 KINDS = {  # ``type`` of the medusa config -> kind
-    "medusa": Kind(
-        HeadsArgs, MedusaHeads, lambda heads, base, project, ids: MedusaDrafter(heads, project, ids)
-    ),
+    "medusa": Kind(HeadsArgs, MedusaHeads, lambda heads, base, guess: MedusaDrafter(heads, guess)),
     "recurrent": Kind(
         RecurrentArgs,
         RecurrentHeads,
-        lambda heads, base, project, ids: RecurrentDrafter(heads, base.embed, project, ids),
+        lambda heads, base, guess: RecurrentDrafter(heads, base.embed, guess),
     ),
 }
 
@@ -89,14 +87,14 @@ def load_drafter(
             f"{source}: heads of hidden size {config['hidden_size']} do not fit a model of {hidden_size}: "
             "use its own heads"
         )
-    ids = arrays.pop("draft_vocabulary", None)
+    ids, basis = arrays.pop("draft_vocabulary", None), arrays.pop("draft_basis", None)
     if ids is not None:
         check_vocabulary(ids, vocab_size, source)
     checkpoint.load_into(heads, arrays, quantization=config.get("quantization"), dtype=dtype, source=source)
     if mx.default_device().type == mx.cpu:
         heads.update(tree_map(_by_column, heads.parameters()))
         mx.eval(heads.parameters())
-    return new_drafter(config, heads, base, ids, source)
+    return new_drafter(config, heads, base, ids, basis, source)
 
 
 def _by_column(weight: mx.array) -> mx.array:
@@ -109,22 +107,16 @@ def _by_column(weight: mx.array) -> mx.array:
 
 
 def new_drafter(
-    config: dict[str, Any], heads: nn.Module, base: Base, ids: mx.array | None, source: object = "heads"
+    config: dict[str, Any],
+    heads: nn.Module,
+    base: Base,
+    ids: mx.array | None = None,
+    basis: mx.array | None = None,
+    source: object = "heads",
 ) -> Drafter:
-    """The drafter around loaded heads. With ``ids`` [N] it projects on those rows alone, gathered here once."""
-    project = base.logits
+    """The drafter around loaded heads. With ``ids`` [N], and perhaps ``basis`` [D, r], it guesses among those."""
+    guess: Guess = lambda states: best(base.logits(states))  # noqa: E731 - it is one branch of a choice
     if ids is not None:
-        columns = mx.contiguous(base.projection_rows(ids).T)  # [D, N]: a single row is multiplied faster so
-        mx.eval(columns, ids)
-        project = lambda hidden: hidden @ columns  # noqa: E731 - it is the other branch of a choice
-    return kind_of(config, source).drafter(heads, base, project, ids)
-
-
-def check_vocabulary(ids: mx.array, vocab_size: int, source: object) -> None:
-    """CheckpointError unless ``ids`` [N] rise strictly (so that of equal logits the lowest id wins) below V."""
-    values: list[int] = ids.tolist()  # type: ignore[assignment]
-    rising = all(a < b for a, b in pairwise(values))
-    if not values or not rising or values[0] < 0 or values[-1] >= vocab_size:
-        raise CheckpointError(
-            f"{source}: draft_vocabulary must hold rising ids below {vocab_size}: train the heads again"
-        )
+        rows = base.projection_rows(ids)
+        guess = DraftVocabulary(ids, rows, None if basis is None else basis.astype(rows.dtype))
+    return kind_of(config, source).drafter(heads, base, guess)

@@ -4,7 +4,6 @@ Head i (from 0) maps the state that predicted token t + 1 to a state that predic
 h + SiLU(W h + b) (Cai et al. 2024, https://arxiv.org/abs/2401.10774, section 2.1.1).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_medusa.errors import CheckpointError
+from mlx_medusa.medusa.vocabulary import Guess, best
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class HeadsArgs:
     tied: bool = True  # the verifier's own vocabulary projection serves all heads
     vocab_size: int = 0  # of the heads' own projections, where they are not tied
     draft_vocabulary: int = 0  # number of tokens that tied heads can guess; 0: all
+    draft_rank: int = 0  # directions in which these are screened; 0: all are read in full
 
     @classmethod
     def from_config(cls, config: dict[str, Any], source: object) -> "HeadsArgs":
@@ -103,26 +104,13 @@ class MedusaHeads(nn.Module):
         return x
 
 
-def best(logits: mx.array, vocabulary: mx.array | None) -> mx.array:
-    """The id of the highest logit of each row of [n, N], of equal ones the first; ``vocabulary`` [N]: the columns'
-    ids (None: the columns themselves). Lazy, [n].
-    """
-    columns = mx.argmax(logits, axis=-1)
-    return columns if vocabulary is None else vocabulary[columns]
-
-
 class MedusaDrafter:
     """Medusa heads as a drafter: all guesses at once, from the one state that predicted the pending token."""
 
-    def __init__(
-        self,
-        heads: MedusaHeads,
-        project: Callable[[mx.array], mx.array],
-        vocabulary: mx.array | None = None,
-    ):
-        """``project`` takes states [n, D] to the verifier's logits [n, N] of the ids ``vocabulary`` [N] (None: all)."""
+    def __init__(self, heads: MedusaHeads, guess: Guess):
+        """``guess`` takes states [n, D] to ids [n]; heads with their own projection do not use it."""
         self.heads = heads
-        self._project, self.vocabulary = project, vocabulary
+        self.guess = guess
 
     @property
     def max_drafts(self) -> int:
@@ -133,9 +121,7 @@ class MedusaDrafter:
 
     def propose(self, hidden: mx.array, pending: int, count: int) -> list[int]:
         states = self.heads(hidden[0], min(count, self.max_drafts))
-        if self.heads.args.tied:
-            guesses = best(self._project(states[:, 0]), self.vocabulary)
-        else:
-            guesses = best(self.heads.projection(states)[:, 0], None)
+        tied = self.heads.args.tied
+        guesses = self.guess(states[:, 0]) if tied else best(self.heads.projection(states)[:, 0])
         ids: list[int] = guesses.tolist()  # type: ignore[assignment]
         return ids

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_medusa.errors import CheckpointError
-from mlx_medusa.medusa.heads import best
+from mlx_medusa.medusa.vocabulary import Guess
 from mlx_medusa.models.layers import attention, gelu
 
 Memory = list[tuple[mx.array, mx.array]]  # K and V [B, heads, S, d], per layer
@@ -31,13 +31,14 @@ class RecurrentArgs:
     attention_heads: int
     ffn_dim: int
     draft_vocabulary: int = 0  # number of tokens that it can guess; 0: all
+    draft_rank: int = 0  # directions in which these are screened; 0: all are read in full
 
     @classmethod
     def from_config(cls, config: dict[str, Any], source: object) -> "RecurrentArgs":
         """Read the settings; CheckpointError if one is missing or impossible."""
         values = {field.name: config.get(field.name, 0) for field in fields(cls)}
         for name, value in values.items():
-            least = 0 if name == "draft_vocabulary" else 1
+            least = 0 if name.startswith("draft_") else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise CheckpointError(f"{source}: medusa setting {name!r} is {value!r}, expected a number")
         args = cls(**values)
@@ -121,18 +122,11 @@ class RecurrentHeads(nn.Module):
 class RecurrentDrafter:
     """Recurrent heads as a drafter: a chain, each guess made from the one before."""
 
-    def __init__(
-        self,
-        heads: RecurrentHeads,
-        embed: Callable[[mx.array], mx.array],
-        project: Callable[[mx.array], mx.array],
-        vocabulary: mx.array | None = None,
-    ):
-        """``embed`` takes ids [n] to [n, D], ``project`` states [n, D] to logits [n, N] of the ids ``vocabulary``
-        [N] (None: of all).
-        """
+    def __init__(self, heads: RecurrentHeads, embed: Callable[[mx.array], mx.array], guess: Guess):
+        """``embed`` takes ids [n] to [n, D], ``guess`` states [n, D] to ids [n]."""
         self.heads = heads
-        self._embed, self._project, self.vocabulary = embed, project, vocabulary
+        self.guess = guess
+        self._embed = embed
         self._memory: Memory = []
 
     @property
@@ -151,7 +145,7 @@ class RecurrentDrafter:
         guesses = []
         for _ in range(min(count, self.max_drafts)):
             state = self.heads(state, self._embed(token)[None], self._memory)
-            token = best(self._project(self.heads.layer_norm(state)[0]), self.vocabulary)
+            token = self.guess(self.heads.layer_norm(state)[0])
             guesses.append(token)
         ids: list[int] = mx.concatenate(guesses).tolist()  # type: ignore[assignment]
         return ids

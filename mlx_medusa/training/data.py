@@ -123,6 +123,15 @@ class Harvest:
             np.add.at(counts, self.read(one.shard, one.tokens), 1)
         return counts
 
+    def directions(self, sequences: Sequence[Decoded], count: int, most: int = 200) -> np.ndarray:
+        """The ``count`` orthonormal directions [D, count] in which the states of ``most`` sequences are largest."""
+        moment = np.zeros((self.index["hidden_size"],) * 2)
+        for one in sequences[:most]:
+            states = self.read(one.shard, one.hidden).astype(np.float64)
+            moment += states.T @ states
+        _, vectors = np.linalg.eigh(moment)  # by rising eigenvalue
+        return vectors[:, ::-1][:, :count].astype(np.float32)
+
     def batch(self, sequences: Sequence[Decoded], guesses: int) -> Batch:
         """Read and pad some sequences for K guesses."""
         lengths = np.array([one.length for one in sequences])

@@ -9,6 +9,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mlx_medusa.errors import AudioError, OptionError
+from mlx_medusa.medusa.vocabulary import DraftVocabulary
 from mlx_medusa.speech.results import Transcription
 from mlx_medusa.speech.transcriber import Transcriber
 from mlx_medusa.training.data import Batch
@@ -36,7 +37,8 @@ def evaluate(
     if drafter is None:
         raise OptionError("there are no heads to evaluate: name some with --heads")
     vocab_size = transcriber.model.args.vocab_size
-    ids = np.arange(vocab_size) if drafter.vocabulary is None else np.array(drafter.vocabulary)
+    few = drafter.guess if isinstance(drafter.guess, DraftVocabulary) else None
+    ids = np.array(few.ids)[: few.size] if few else np.arange(vocab_size)
     target = Target(transcriber.model, ids.astype(np.int32), vocab_size)
     scores = Scores(drafter.max_drafts)
     clips, errors = [], []

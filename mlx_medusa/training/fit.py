@@ -39,6 +39,7 @@ class FitOptions:
     num_heads: int = 5
     num_layers: int = 1
     draft_vocabulary: int | None = None
+    draft_rank: int = 0  # screen the draft vocabulary in so many directions; 0: read it in full
     epochs: int = 12
     batch: int = 2
     learning_rate: float | None = None
@@ -59,6 +60,8 @@ class FitOptions:
         for name in ("num_heads", "num_layers", "epochs", "batch"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} is {getattr(self, name)}, but must be at least 1")
+        if self.draft_rank and self.draft_vocabulary is None:
+            raise OptionError("draft_rank does nothing without draft_vocabulary")
         if not 0 < self.held_out < 1:
             raise OptionError(f"held_out is {self.held_out}, but must be between 0 and 1")
 
@@ -99,6 +102,7 @@ class Fit:
             counts = counts / max(counts.sum(), 1) + text_counts / max(text_counts.sum(), 1)
         ids = draft_vocabulary(counts, options.draft_vocabulary, harvest.index["eos"])
         self.target = Target(model, ids, harvest.index["vocab_size"])
+        self.basis = mx.array(harvest.directions(self.train, options.draft_rank))
         self.config = start.config(options, model.args)
         mx.random.seed(options.seed)
         self.heads = build_heads(self.config, "heads")
@@ -220,6 +224,9 @@ class Fit:
         if self.options.draft_vocabulary is not None:
             config["draft_vocabulary"] = len(self.target.ids)
             arrays["draft_vocabulary"] = mx.array(self.target.ids)
+            if self.options.draft_rank:
+                config["draft_rank"] = self.options.draft_rank
+                arrays["draft_basis"] = self.basis
         write_heads(self.folder, config, arrays, getattr(mx, self.options.dtype), None)
 
     def _save(self) -> None:

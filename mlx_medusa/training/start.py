@@ -65,7 +65,8 @@ def take(heads: nn.Module, config: dict[str, Any], source: str | Path) -> None:
             raise OptionError(
                 f"{source}: heads with {name} {theirs.get(name)!r}, not {value!r}, to start from"
             )
-    arrays.pop("draft_vocabulary", None)
+    for name in ("draft_vocabulary", "draft_basis"):
+        arrays.pop(name, None)
     checkpoint.load_into(
         heads, arrays, quantization=theirs.get("quantization"), dtype=mx.float32, source=source
     )
