@@ -15,11 +15,12 @@ def model_card(base: str, report: "Report") -> str:
     A base that is a local path is left out: it says nothing to others.
     """
     from_hub = bool(_REPO.fullmatch(base)) and not base.startswith(".")
-    front = ["library_name: mlx", "pipeline_tag: automatic-speech-recognition", "tags:", "- mlx", "- whisper"]
+    front = ["library_name: mlx", "pipeline_tag: automatic-speech-recognition", "tags:", "- mlx"]
+    front += [f"- {report.title.lower()}"]
     front += ["- medusa"] if report.heads else []
     front += [f"base_model: {base}"] if from_hub else []
     origin = (
-        f"[{base}](https://huggingface.co/{base})" if from_hub else f"a {report.kind} checkpoint of Whisper"
+        f"[{base}](https://huggingface.co/{base})" if from_hub else f"a {report.kind} checkpoint of {report.title}"
     )
     weights = f"{report.bits_per_weight:.2f} bits per weight" if report.quantized else report.dtype
     heads = f", with {report.heads['num_heads']} Medusa heads" if report.heads else ""
@@ -29,7 +30,7 @@ def model_card(base: str, report: "Report") -> str:
             *front,
             "---",
             "",
-            "# Whisper for MLX",
+            f"# {report.title} for MLX",
             "",
             f"Converted from {origin} by mlx-medusa ({weights}{heads}).",
             "",

@@ -16,7 +16,7 @@ def parser() -> argparse.ArgumentParser:
     """The options; those of several words take hyphens and underscores."""
     result = argparse.ArgumentParser(
         prog="convert",
-        description="Turn a Whisper checkpoint, and Medusa heads for it, into an MLX model folder.",
+        description="Turn a Whisper or MERaLiON-2 checkpoint, and Medusa heads for it, into an MLX model folder.",
         epilog="example: convert --base openai/whisper-large-v3 --heads heads.pt --q-bits 4 --mlx-path whisper-4bit",
         allow_abbrev=False,
     )
@@ -31,9 +31,9 @@ def parser() -> argparse.ArgumentParser:
         "--base",
         "--hf-path",
         "--model",
-        required=True,
         metavar="MODEL",
-        help="hub id or folder of a Hugging Face, faster-whisper or mlx-community Whisper, or an openai .pt file",
+        help="hub id or folder of a Hugging Face, faster-whisper or mlx-community Whisper or of a MERaLiON-2, or an "
+        "openai .pt file (default: MERaLiON/MERaLiON-2-3B, with its heads kartmannXu/MERaLion-2-3B-Medusa)",
     )
     add("--heads", metavar="HEADS", help="Medusa heads: a .pt or .safetensors file, a folder or a hub id")
     add(
@@ -57,6 +57,13 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--q-mode", choices=MODES, default="affine", help="kind of quantization; other than affine implies -q"
+    )
+    add(
+        "--q-encoder-bits",
+        type=int,
+        choices=(4, 5, 6, 8, 16),
+        help="bits of the speech encoder of a quantized model, 16: as it is (default: MERaLiON-2 16, Whisper as the "
+        "rest)",
     )
     add("--q-heads", action="store_true", help="quantize the heads too, with the same settings")
     add(

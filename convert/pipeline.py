@@ -13,9 +13,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from convert import generation, tokenizer
 from convert import heads as heads_files
+from convert import meralion
 from convert.card import model_card
+from convert.families import family_of
 from convert.quantize import Plan, Recipe, plan, recipe
 from convert.sources import Packed, Source, open_source
 from mlx_medusa import checkpoint
@@ -24,6 +25,7 @@ from mlx_medusa.errors import CheckpointError, OptionError, OutputError
 from mlx_medusa.models import build
 
 _Settings = tuple[int | None, int | None, str, str | None]  # bits, group size, mode, mixed recipe
+_BLOCK = 1 << 25  # numbers that are quantized at once
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
 
@@ -33,6 +35,7 @@ class Report:
 
     folder: Path
     kind: str  # of the source
+    title: str  # of the family of models
     dtype: str
     tensors: int = 0
     parameters: int = 0
@@ -45,7 +48,8 @@ class Report:
 
     def lines(self) -> Iterator[str]:
         """The report in words."""
-        yield f"{self.kind} source, {self.tensors} tensors, {self.parameters / 1e6:.1f} M parameters, {self.dtype}"
+        millions = self.parameters / 1e6
+        yield f"{self.title}, {self.kind} source, {self.tensors} tensors, {millions:.1f} M parameters, {self.dtype}"
         if self.quantized:
             yield f"{self.quantized} layers quantized, {self.bits_per_weight:.3f} bits per weight"
             for reason, names in self.skipped.items():
@@ -58,7 +62,7 @@ class Report:
 
 
 def convert(
-    base: str | Path,
+    base: str | Path | None = None,
     mlx_path: str | Path = "mlx_model",
     heads: str | Path | None = None,
     *,
@@ -67,6 +71,7 @@ def convert(
     q_group_size: int | None = None,
     q_mode: str = "affine",
     q_heads: bool = False,
+    q_encoder_bits: int | None = None,
     quant_predicate: str | None = None,
     dtype: str | None = None,
     dequantize: bool = False,
@@ -74,14 +79,20 @@ def convert(
 ) -> Report:
     """Write an MLX model folder ``mlx_path`` from the checkpoint ``base`` and, if given, Medusa ``heads``.
 
-    ``base`` is a folder or hub id of transformers, faster-whisper (CTranslate2) or mlx-whisper, or an
-    openai .pt file; for ``heads`` see ``convert.heads``. ``q_bits``, another ``q_mode`` and
-    ``quant_predicate`` imply ``quantize``. Floats keep the type of the source unless ``dtype`` ("float16",
-    "bfloat16", "float32") is given. Memory holds one or two tensors.
+    ``base`` is a folder or hub id of transformers (Whisper, MERaLiON-2), faster-whisper (CTranslate2) or
+    mlx-whisper, or an openai .pt file; for ``heads`` see ``convert.heads``. Without a base they are
+    MERaLiON-2-3B's, both from the hub. ``q_bits``, another ``q_mode`` and ``quant_predicate`` imply ``quantize``.
+    ``q_encoder_bits`` are those of a quantized model's speech encoder, 16 leaves it as it is; if nothing is said,
+    MERaLiON-2's stays and Whisper's is as its decoder. Floats keep the type of the source unless ``dtype``
+    ("float16", "bfloat16", "float32") is given. Memory holds one or two tensors.
 
     Raises OptionError, CheckpointError or OutputError, and leaves nothing behind then.
     """
     quantize = quantize or q_bits is not None or q_mode != "affine" or quant_predicate is not None
+    if base is None:
+        base, heads = meralion.BASE, heads or meralion.HEADS
+    if q_encoder_bits is not None and not quantize:
+        raise OptionError("--q-encoder-bits does nothing without quantizing: add -q or --q-bits")
     chosen = _check_options(
         quantize, dequantize, q_heads, dtype, (q_bits, q_group_size, q_mode, quant_predicate)
     )
@@ -93,7 +104,7 @@ def convert(
         raise OptionError(
             f"{base}: quantized already; quantize the original, or first undo it with: convert -d"
         )
-    job = _Job(source, chosen if quantize else None, dequantize, DTYPES[dtype] if dtype else None)
+    job = _Job(source, chosen if quantize else None, dequantize, DTYPES[dtype] if dtype else None, q_encoder_bits)
     job.open_heads(heads, chosen if q_heads else None)
     with staged_folder(target) as folder:
         return job.write(folder, target, base=str(base), progress=progress)
@@ -121,18 +132,43 @@ class _Size:
 class _Job:
     """One conversion, checked as far as it can be before anything is written."""
 
-    def __init__(self, source: Source, chosen: Recipe | None, dequantize: bool, dtype: mx.Dtype | None):
-        self.source, self.dtype = source, dtype
+    def __init__(
+        self,
+        source: Source,
+        chosen: Recipe | None,
+        dequantize: bool,
+        dtype: mx.Dtype | None,
+        encoder_bits: int | None = None,
+    ):
+        self.source = source
         self.config = {"model_type": "whisper", **source.config}
-        model = build(self.config, source.path)
-        self.shapes = _hf_shapes(model)
-        self.plan = plan(model, chosen) if chosen else Plan()
+        self.family = family_of(self.config, source)
+        self.dtype = self._dtype(dtype)
+        model: Any = build(self.config, source.path)
+        self.args = model.args
+        self.shapes = hf_shapes(model)
+        bits = encoder_bits or self.family.encoder_bits
+        self.plan = plan(model, chosen, self.family.encoder, bits) if chosen else Plan()
         self.keep_packed = bool(source.quantization) and not dequantize
-        self.tokenizer = tokenizer.tokenizer_json(source.tokenizer, self.config["vocab_size"])
+        self.tokenizer = self.family.tokenizer(source, self.config)
         self.heads: tuple[dict[str, Any], dict[str, mx.array]] | None = None
         self.heads_recipe: Recipe | None = None
-        name = str(dtype or source.dtype).rpartition(".")[2]
-        self.report = Report(Path(), source.kind, name, skipped=self.plan.skipped, size_before=source.size)
+        name = str(self.dtype or source.dtype).rpartition(".")[2]
+        self.report = Report(
+            Path(), source.kind, self.family.title, name, skipped=self.plan.skipped, size_before=source.size
+        )
+
+    def _dtype(self, chosen: mx.Dtype | None) -> mx.Dtype | None:
+        """The type that floats are cast to, None as they are; OptionError for float16 where it is too narrow."""
+        if self.family.float16:
+            return chosen
+        if chosen is None:
+            return mx.bfloat16 if self.source.dtype == mx.float16 else None
+        if chosen == mx.float16:
+            raise OptionError(
+                f"--dtype float16: the numbers of {self.family.title} leave its range; use --dtype bfloat16"
+            )
+        return chosen
 
     def open_heads(self, path: str | Path | None, chosen: Recipe | None) -> None:
         """Read the heads at ``path``, or those that the base folder has; they fit the base or
@@ -147,7 +183,8 @@ class _Job:
                 raise OptionError("--q-heads: there are no heads to quantize; name some with --heads")
             return
         config, arrays = self.heads
-        heads_files.check_fit(config, arrays, self.config, path or self.source.path)
+        base = {"d_model": self.args.hidden_size, "vocab_size": self.args.vocab_size}
+        heads_files.check_fit(config, arrays, base, path or self.source.path)
         if self.source.quantization and not self.keep_packed:  # --dequantize
             self.heads = heads_files.unquantized(config, arrays, self.dtype or self.source.dtype)
         self.heads_recipe = chosen
@@ -225,7 +262,7 @@ class _Job:
             dtype = self.dtype or self.source.dtype
             full = value.dequantize(dtype) if isinstance(value, Packed) else self._cast(name, value)
             assert full is not None
-            parts = tuple(mx.quantize(full, **settings)) if settings and name.endswith(".weight") else (full,)
+            parts = _quantize(full, settings) if settings and name.endswith(".weight") else (full,)
         if len(parts) == 1:
             assert parts[0] is not None
             writer.add(name, parts[0])
@@ -247,26 +284,33 @@ class _Job:
     def _write_settings(self, folder: Path) -> None:
         """Everything beside the weights."""
         source = self.source
-        loaded = tokenizer.load(self.tokenizer, source.path)
-        decoding = generation.generation_config(source.generation, self.config, loaded)
-        config = generation.model_config(self.config, decoding, self.report.dtype)
+        files = self.family.files(source, self.config, self.tokenizer, self.report.dtype)
+        config = files["config.json"]
         quantization = source.quantization if self.keep_packed else self.plan.config()
         if quantization:
             config["quantization"] = config["quantization_config"] = quantization
         if self.report.heads:
             config["medusa"] = self.report.heads
-        write_json(folder / "config.json", config)
-        write_json(folder / "generation_config.json", decoding)
-        write_json(folder / "preprocessor_config.json", generation.preprocessor_config(self.config))
         for extra in source.extras:
             (folder / extra.name).write_bytes(extra.read_bytes())
-        if not (folder / "tokenizer_config.json").exists():
-            write_json(folder / "tokenizer_config.json", generation.tokenizer_config())
+        for name, content in files.items():
+            if not (folder / name).exists():
+                write_json(folder / name, content)
         text = json.dumps(self.tokenizer, ensure_ascii=False, separators=(",", ":"))
         (folder / "tokenizer.json").write_text(text, encoding="utf-8")
 
 
-def _hf_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def _quantize(full: mx.array, settings: dict[str, Any]) -> tuple[mx.array, ...]:
+    """Weight, scales and perhaps biases of a matrix; a large one in blocks of rows, so that its copies are small."""
+    rows = max(1, _BLOCK // full.shape[-1])
+    blocks = []
+    for start in range(0, len(full), rows):
+        blocks.append(mx.quantize(full[start : start + rows], **settings))
+        mx.eval(blocks[-1])
+    return tuple(mx.concatenate(list(part)) for part in zip(*blocks, strict=True))
+
+
+def hf_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a model's tensors as transformers has them: convolutions are [out, in, k]."""
     parameters: Any = tree_flatten(model.parameters())
     convolutions = {

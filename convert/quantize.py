@@ -2,8 +2,8 @@
  The common recipe gives every ``nn.Linear`` and ``nn.Embedding`` the same bits. Mixed recipes
 (``mixed_L_H``) give most layers L bits and H bits where Whisper is touchiest: ``v_proj`` and ``fc2`` in the
 first and last eighth of each stack and in every third layer between (mlx-lm's rule, whose ``down_proj`` is
-Whisper's ``fc2``), and the token embedding, since it is the vocabulary projection as well. Convolutions,
-positions and norms stay as they are.
+Whisper's ``fc2``), and the token embedding, since it is the vocabulary projection as well. A speech encoder
+can have bits of its own, or stay as it is. Convolutions, positions and norms always do.
 """
 
 from collections.abc import Iterable
@@ -96,8 +96,14 @@ class Plan:
         return {**self.common, **own}
 
 
-def plan(model: nn.Module, chosen: Recipe) -> Plan:
-    """Decide for each layer of ``model``. Raises OptionError if none can be quantized."""
+def plan(model: nn.Module, chosen: Recipe, encoder: str = "", encoder_bits: int | None = None) -> Plan:
+    """Decide for each layer of ``model``; those under ``encoder`` get ``encoder_bits`` (16: they stay as they are).
+
+    Raises OptionError if none can be quantized.
+    """
+    own = {"group_size": chosen.group_size, "bits": encoder_bits, "mode": "affine"} if encoder_bits else None
+    if own and encoder_bits != 16 and chosen.mode != "affine":
+        raise OptionError(f"--q-encoder-bits {encoder_bits}: for --q-mode affine only")
     modules = [(path, module) for path, module in model.named_modules() if _is_matrix(module)]
     result = Plan(common=chosen.settings)
     count = _layer_counts(path for path, _ in modules)
@@ -108,6 +114,11 @@ def plan(model: nn.Module, chosen: Recipe) -> Plan:
         elif (dim := module.weight.shape[-1]) % chosen.group_size:
             reason = f"rows of {dim} are not a multiple of the group size {chosen.group_size}"
             result.skipped.setdefault(reason, []).append(path)
+        elif own and path.startswith(f"{encoder}."):
+            if encoder_bits == 16:
+                result.skipped.setdefault("speech encoder", []).append(path)
+            else:
+                result.layers[path] = own
         else:
             result.layers[path] = chosen.high_settings if _wants_more(path, count) else chosen.settings
     if not result.layers:
@@ -134,8 +145,8 @@ def _wants_more(path: str, count: dict[str, int]) -> bool:
     """Whether a mixed recipe gives this layer its higher bits."""
     stack, found, rest = path.partition(".layers.")
     if not found:
-        return path.endswith("embed_tokens")
+        return path.endswith(("embed_tokens", "lm_head"))
     index, total = int(rest.split(".")[0]), count[stack]
     edge = total // 8
     outer = index < edge or index >= 7 * total // 8 or (index - edge) % 3 == 2
-    return outer and path.endswith(("v_proj", "fc2"))
+    return outer and path.endswith(("v_proj", "fc2", "down_proj"))

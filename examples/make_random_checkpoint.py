@@ -1,17 +1,25 @@
-"""Make a random Whisper checkpoint in Hugging Face form, to try the converter on a full-size model without a download.
+"""Make a random checkpoint in Hugging Face form, to try the converter on a full-size model without a download.
 
     python examples/make_random_checkpoint.py /tmp/random-large-v3            # 3.1 GB, whisper-large-v3's shape
     python examples/make_random_checkpoint.py /tmp/random-tiny --size tiny
     convert --base /tmp/random-large-v3 --q-bits 4 --mlx-path /tmp/random-4bit
+    python examples/make_random_checkpoint.py /tmp/random-meralion --model meralion-2-3b   # 7 GB, with 4 heads
+    convert --base /tmp/random-meralion --heads /tmp/random-meralion/heads --q-bits 4 --mlx-path /tmp/meralion-4bit
 
 The text it writes is noise. Tensors are made and written one at a time.
 """
 
 import argparse
+import math
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import make_gemma_tokenizer
 import numpy as np
 
+from convert.pipeline import hf_shapes
+from mlx_medusa import models
 from mlx_medusa.checkpoint import staged_folder, write_json
 from mlx_medusa.shards import ShardWriter
 
@@ -25,6 +33,7 @@ SIZES = {  # d_model, heads, encoder layers, decoder layers, mel bins, vocabular
     "large-v3": (1280, 20, 32, 32, 128, 51866),
     "large-v3-turbo": (1280, 20, 32, 4, 128, 51866),
 }
+_BLOCK = 1 << 24  # numbers that are made at once
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
 
@@ -94,19 +103,99 @@ def make(
         write_json(staging / "config.json", whisper_config(size, dtype))
         writer = ShardWriter(staging, shard_bytes=shard_bytes)
         for name, shape in shapes(size).items():
-            values = (random.random(shape, dtype=np.float32) - 0.5) * 0.1
-            writer.add(name, mx.array(values).astype(DTYPES[dtype]))
+            writer.add(name, uniform(random, shape, 0.05, DTYPES[dtype]))
         writer.close()
+
+
+def uniform(random: np.random.Generator, shape: Iterable[int], most: float, dtype: mx.Dtype) -> mx.array:
+    """Numbers between -most and most, made in blocks so that their float32 form is small."""
+    shape = tuple(shape)
+    size = math.prod(shape)
+    blocks = []
+    for start in range(0, size, _BLOCK):
+        block = random.random(min(_BLOCK, size - start), dtype=np.float32)
+        blocks.append(mx.array((block - 0.5) * (2 * most)).astype(dtype))
+        mx.eval(blocks[-1])
+    return mx.concatenate(blocks).reshape(shape)
+
+
+def meralion_config(encoder: str = "large-v3", **text: int) -> dict[str, Any]:
+    """A config.json with the shape of MERaLiON-2-3B; ``text`` changes settings of its decoder."""
+    decoder: dict[str, Any] = {
+        "model_type": "gemma2",
+        "vocab_size": 256_000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        **text,
+    }
+    return {
+        "model_type": "meralion2",
+        "architectures": ["MERaLiON2ForConditionalGeneration"],
+        "speech_config": {"model_type": "whisper", **whisper_config(encoder, "bfloat16")},
+        "text_config": decoder,
+        "speech_mlp_scale_factor": 15,
+        "speech_token_index": decoder["vocab_size"] - 1,
+        "hidden_size": decoder["hidden_size"],  # some text keys stand here a second time
+        "num_hidden_layers": decoder["num_hidden_layers"],
+        "torch_dtype": "bfloat16",
+    }
+
+
+def make_meralion(
+    folder: Path,
+    seed: int = 0,
+    shard_bytes: int = 5 << 30,
+    heads: int = 4,
+    config: dict[str, Any] | None = None,
+) -> None:
+    """Write a bfloat16 MERaLiON-2-3B (or what ``config`` says) with a tokenizer, and in heads/ Medusa heads as their
+    author stores them.
+    """
+    random = np.random.default_rng(seed)
+    config = config or meralion_config()
+    dim, vocabulary = config["text_config"]["hidden_size"], config["text_config"]["vocab_size"]
+    with staged_folder(folder) as staging:
+        write_json(staging / "config.json", config)
+        write_json(staging / "generation_config.json", {"eos_token_id": [1, 107], "no_repeat_ngram_size": 6})
+        make_gemma_tokenizer.make(staging, vocabulary)
+        writer = ShardWriter(staging, shard_bytes=shard_bytes)
+        for name, shape in hf_shapes(models.build(config)).items():
+            writer.add(name, uniform(random, shape, 0.05, mx.bfloat16))
+        writer.close()
+        (staging / "heads").mkdir()
+        writer = ShardWriter(staging / "heads", "medusa_heads", shard_bytes=1 << 62)
+        for head in range(heads):
+            for part, shape in (("weight", (dim, dim)), ("bias", (dim,))):
+                name = f"heads.{head}.mlp.0.linear.{part}"
+                writer.add(name, uniform(random, shape, 0.01, mx.bfloat16))
+        writer.close(index=False)
+        said = {"adapter_type": "MEDUSA", "num_heads": heads, "num_layers": 1, "hidden_size": dim}
+        write_json(staging / "heads" / "adapter_config.json", {**said, "vocab_size": vocabulary})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--model", choices=("whisper", "meralion-2-3b"), default="whisper")
     parser.add_argument("--size", choices=SIZES, default="large-v3")
     parser.add_argument("--dtype", choices=DTYPES, default="float16")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    make(args.folder, args.size, args.dtype, args.seed)
+    if args.model == "whisper":
+        make(args.folder, args.size, args.dtype, args.seed)
+    else:
+        make_meralion(args.folder, args.seed)
 
 
 if __name__ == "__main__":

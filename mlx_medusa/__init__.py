@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_medusa import blas
 
 if TYPE_CHECKING:
+    from mlx_medusa.speech.meralion import MeralionTranscriber as MeralionTranscriber
     from mlx_medusa.speech.results import MedusaStatistics as MedusaStatistics
     from mlx_medusa.speech.results import Segment as Segment
     from mlx_medusa.speech.results import Transcription as Transcription
@@ -18,12 +19,13 @@ if TYPE_CHECKING:
     from mlx_medusa.speech.transcriber import load as load
 
 __version__ = "0.1.0"
-__all__ = ["MedusaStatistics", "Options", "Segment", "Transcriber", "Transcription", "load"]
+__all__ = ["MedusaStatistics", "MeralionTranscriber", "Options", "Segment", "Transcriber", "Transcription", "load"]
 
 blas.preload()  # before anything below imports mlx
 
 _HOME = {
     "MedusaStatistics": "results",
+    "MeralionTranscriber": "meralion",
     "Segment": "results",
     "Transcription": "results",
     "Options": "transcriber",

@@ -258,6 +258,8 @@ def measure(model: Path, paths: Sequence[Path], runs: int) -> Report:
 
     clips = [np.concatenate(list(audio.read_blocks(path))) for path in paths]
     transcriber = mlx_medusa.load(model, medusa=False)
+    if not isinstance(transcriber, mlx_medusa.Transcriber):
+        raise OptionError(f"{model}: only Whisper models are timed here: name one with --model")
     with tempfile.TemporaryDirectory(prefix="mlx-medusa-bench-") as temporary:
         peers = make_peers(transcriber.model, Path(temporary))
         steps = time_steps(transcriber, peers, clips[0], runs * STEPS_PER_RUN)

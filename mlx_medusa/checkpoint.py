@@ -30,7 +30,7 @@ __all__ = [
 
 HEADS_FILE = "medusa.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MODEL_PATTERNS = ("*.json", "*.safetensors", "*.txt")
+MODEL_PATTERNS = ("*.json", "*.jinja", "*.safetensors", "*.txt")
 
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_ENDINGS = (".safetensors", ".npz", ".pt", ".pth", ".bin", ".json")

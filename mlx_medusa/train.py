@@ -124,11 +124,14 @@ def chosen(kind: Any, args: argparse.Namespace, **others: Any) -> Any:
 def load(args: argparse.Namespace, **settings: Any) -> tuple[Any, Path]:
     """(transcriber, model folder)"""
     from mlx_medusa import checkpoint
-    from mlx_medusa.speech.transcriber import load
+    from mlx_medusa.speech.transcriber import Transcriber, load
     from mlx_medusa.transcribe import find_model
 
     folder = checkpoint.resolve(find_model(args.model))
-    return load(folder, dtype=args.dtype, **settings), folder
+    transcriber = load(folder, dtype=args.dtype, **settings)
+    if not isinstance(transcriber, Transcriber):
+        raise OptionError(f"{folder}: heads are trained for Whisper models only: name one with --model")
+    return transcriber, folder
 
 
 def run_harvest(args: argparse.Namespace) -> int:

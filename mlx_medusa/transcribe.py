@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlx_medusa.errors import AudioError, MedusaError, OptionError, OutputError
+from mlx_medusa.speech import tasks
 
 if TYPE_CHECKING:
     from mlx_medusa.speech.results import Transcription
-    from mlx_medusa.speech.transcriber import Options, Transcriber
+    from mlx_medusa.speech.transcriber import Options, SpeechToText
 
 FORMATS = ("txt", "json")
 DEFAULT_MODEL = Path("mlx_model")
@@ -22,8 +23,8 @@ DEFAULT_MODEL = Path("mlx_model")
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m mlx_medusa.transcribe",
-        description="Transcribe speech with Whisper on MLX. The text is that of plain greedy decoding; Medusa heads, "
-        "where the model has them, make it come in fewer passes.",
+        description="Transcribe speech with Whisper or MERaLiON-2 on MLX. The text is that of plain greedy decoding; "
+        "Medusa heads, where the model has them, make it come in fewer passes.",
         allow_abbrev=False,
     )
     p.add_argument(
@@ -41,8 +42,20 @@ def parser() -> argparse.ArgumentParser:
         "--width", type=int, help="rows of a verifier pass, one more than the guesses (default: all heads)"
     )
     p.add_argument("--language", help="spoken language, a code or its English name (default: detected)")
-    p.add_argument("--task", choices=("transcribe", "translate"), default="transcribe",
-                   help="write the spoken language, or English (default: %(default)s)")  # fmt: skip
+    p.add_argument(
+        "--task",
+        choices=tasks.ALL,
+        default="transcribe",
+        metavar="TASK",
+        help=f"Whisper: transcribe, or translate (into English); MERaLiON: {', '.join(tasks.MERALION)} "
+        "(default: %(default)s)",
+    )
+    p.add_argument(
+        "--instruction",
+        help="MERaLiON: the question of --task question, or what else to do (--task instruction, or instead of the "
+        "usual words of --task transcribe)",
+    )
+    add(p, "--speaker-tags", action="store_true", help="MERaLiON: leave <Speaker1>: in the text")
     add(
         p,
         "--output-format",
@@ -91,7 +104,14 @@ def run(args: argparse.Namespace) -> int:
     """Transcribe every input; the good ones are written even if others fail, and then the status is 1."""
     from mlx_medusa.speech import transcriber as speech
 
-    options = speech.Options(args.language, args.task, args.width, medusa=not args.no_medusa)
+    options = speech.Options(
+        args.language,
+        args.task,
+        args.width,
+        medusa=not args.no_medusa,
+        instruction=args.instruction,
+        speaker_tags=args.speaker_tags,
+    )
     if args.output_dir:
         make_folder(args.output_dir)
     transcriber = speech.load(
@@ -135,7 +155,7 @@ def find_model(name: str | None) -> str | Path:
     return folder
 
 
-def transcribe(transcriber: "Transcriber", name: str, options: "Options") -> "Transcription":
+def transcribe(transcriber: "SpeechToText", name: str, options: "Options") -> "Transcription":
     """Transcribe a file or, for ``-``, standard input; AudioError if it holds no sample."""
     result = transcriber.transcribe(sys.stdin.buffer if name == "-" else name, options, progress=True)
     if not result.duration:

@@ -68,7 +68,7 @@ class Scripted:
 
 
 def random_heads(model, seed, count=7):
-    heads = MedusaHeads(HeadsArgs(num_heads=count, num_layers=1 + seed % 2, hidden_size=model.args.d_model))
+    heads = MedusaHeads(HeadsArgs(num_heads=count, num_layers=1 + seed % 2, hidden_size=model.args.hidden_size))
     mx.random.seed(seed)
     heads.load_weights([(f"layers.{i}.weight", mx.random.normal(layer.weight.shape) * 0.3)
                         for i, layer in enumerate(heads.layers)], strict=False)  # fmt: skip
@@ -276,6 +276,19 @@ def test_stops_where_the_context_ends():
         )
         assert tokens == expected
         assert runs[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("piece", [1, 3, 7])
+def test_a_long_prompt_is_read_in_pieces(piece, monkeypatch):
+    """The same states, cache and tokens as in one pass."""
+    monkeypatch.setattr("mlx_medusa.medusa.decode.PIECE", piece)
+    model, encoded = tiny_whisper(6)
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    tokens, _, _, state = decode(model, encoded, prompt, Limits(frozenset(), 9), 3, random_heads(model, 6))
+    assert tokens == reference(model, encoded, prompt, None, 9)
+    state, _ = prefill(model, prompt, new_cache(model, encoded), Limits(frozenset(), 9))
+    whole = chain_pass(model, prompt, new_cache(model, encoded))
+    np.testing.assert_allclose(np.array(state.hidden), np.array(whole), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("prompt", [[], [1] * 40])

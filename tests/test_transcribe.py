@@ -125,7 +125,7 @@ def test_json_is_the_result_dict_of_openai_whisper(run, wav):
     m = result["medusa"]
     assert set(m) == {
         "tokens", "rounds", "drafted", "accepted", "accepted_per_head", "tokens_per_verify", "width",
-        "encode_seconds", "decode_seconds",
+        "encode_seconds", "decode_seconds", "draft_seconds",
     }  # fmt: skip
     assert m["width"] == 4
     assert len(m["accepted_per_head"]) == 3

@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from convert.sources import ctranslate2, huggingface, mlx_whisper, openai
+from convert.sources import ctranslate2, huggingface, meralion2, mlx_whisper, openai
 from convert.sources.base import Packed, Source
 from mlx_medusa.checkpoint import read_json, resolve
 from mlx_medusa.errors import CheckpointError
 
 __all__ = ["Packed", "Source", "open_source"]
 
-# What a Whisper folder of any kind may hold; other frameworks' weights are left on the hub.
-PATTERNS = ("*.json", "*.txt", "*.safetensors", "*.npz", "model.bin")
+# What a folder of any kind may hold; other frameworks' weights are left on the hub.
+PATTERNS = ("*.json", "*.jinja", "*.txt", "*.safetensors", "*.npz", "model.bin")
 
 
 def open_source(base: str | Path) -> Source:
@@ -29,8 +29,10 @@ def open_source(base: str | Path) -> Source:
             return mlx_whisper.open_folder(path, config)
         if config.get("model_type") == "whisper":
             return huggingface.open_folder(path, config)
+        if config.get("model_type") == "meralion2":
+            return meralion2.open_folder(path, config)
         raise CheckpointError(
-            f"{path}: config.json has model_type {config.get('model_type')!r}, expected 'whisper'"
+            f"{path}: config.json has model_type {config.get('model_type')!r}, expected 'whisper' or 'meralion2'"
         )
     checkpoints = sorted(path.glob("*.pt"))
     if len(checkpoints) == 1:

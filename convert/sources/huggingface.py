@@ -19,12 +19,7 @@ EXTRAS = ("tokenizer_config.json", "special_tokens_map.json", "normalizer.json")
 
 def open_folder(path: Path, config: dict[str, Any]) -> Source:
     """Open a folder whose config.json is ``config``. Raises CheckpointError if its weights can't be used."""
-    quantization = config.get("quantization")
-    if quantization is None and config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "an unknown method")
-        raise CheckpointError(
-            f"{path}: quantized by {method}, which is not read; use the original checkpoint"
-        )
+    quantization = check_quantization(path, config)
     files = weight_files(path)
     names = [name for file in files for name in read_header(file)[0]]
     prefix = "" if any(name.startswith("model.") for name in names) else "model."  # saved from WhisperModel
@@ -46,7 +41,7 @@ def open_folder(path: Path, config: dict[str, Any]) -> Source:
         path=path,
         kind="MLX folder" if quantization else "Hugging Face",
         config=config,
-        dtype=_dtype(files),
+        dtype=float_type(files),
         tensors=tensors,
         size=sum(file.stat().st_size for file in files),
         quantization=quantization,
@@ -56,7 +51,18 @@ def open_folder(path: Path, config: dict[str, Any]) -> Source:
     )
 
 
-def _dtype(files: list[Path]) -> mx.Dtype:
+def check_quantization(path: Path, config: dict[str, Any]) -> dict[str, Any] | None:
+    """MLX's ``quantization`` settings, if any. Raises CheckpointError for those of other libraries."""
+    quantization = config.get("quantization")
+    if quantization is None and config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "an unknown method")
+        raise CheckpointError(
+            f"{path}: quantized by {method}, which is not read; use the original checkpoint"
+        )
+    return quantization
+
+
+def float_type(files: list[Path]) -> mx.Dtype:
     """The type of most of the floats."""
     counts: dict[str, int] = {}
     for file in files:

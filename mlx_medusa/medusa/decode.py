@@ -15,6 +15,8 @@ from mlx_medusa.errors import OptionError
 from mlx_medusa.medusa.cache import KVCache
 from mlx_medusa.medusa.rules import Rule, pick
 
+PIECE = 512  # tokens of a prompt that are read in one pass, which bounds the memory of a long one
+
 
 class Verifier(Protocol):
     """What the loop needs from a model."""
@@ -144,7 +146,11 @@ def prefill(
     """
     if not 0 < len(prompt) < verifier.max_length:
         raise OptionError(f"a prompt of {len(prompt)} tokens does not fit a context of {verifier.max_length}")
-    hidden = chain_pass(verifier, prompt, cache)
+    pieces = []
+    for start in range(0, len(prompt), PIECE):
+        pieces.append(chain_pass(verifier, prompt[start : start + PIECE], cache))
+        mx.eval(pieces[-1])
+    hidden = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
     picks, logits = pick(rules, [prompt], verifier.logits(hidden[0, -1:]))
     state = State(list(prompt), len(prompt), cache, hidden, len(prompt) - 1)
     return state, _append(verifier, state, picks, logits, limits)

@@ -113,3 +113,37 @@ class Timestamps:
             floor = stamps[-1] if after_stamp and not paired else stamps[-1] + 1
             banned[self._first : floor] = True
         return banned
+
+
+class NoRepeatNGram:
+    """No run of ``size`` tokens comes twice, the prompt counted: transformers' ``NoRepeatNGramLogitsProcessor``.
+
+    Only the run that a prefix ends with can be completed, so that one is looked for, and no table of runs is built.
+    """
+
+    def __init__(self, size: int):
+        self._size = size
+
+    def __call__(self, prefixes: Sequence[Prefix], logits: mx.array) -> mx.array:
+        longest = max(prefixes, key=len)
+        tokens = np.asarray(longest)  # the rows of a pass share it: each is a part of the longest
+        banned = [
+            self._banned(tokens[: len(prefix)] if longest[: len(prefix)] == prefix else np.asarray(prefix))
+            for prefix in prefixes
+        ]
+        if not any(banned):
+            return logits
+        bias = np.zeros(logits.shape, dtype=np.float32)
+        for row, ids in zip(bias, banned, strict=True):
+            row[[token for token in ids if token < len(row)]] = -np.inf
+        return logits + mx.array(bias)
+
+    def _banned(self, tokens: np.ndarray) -> set[int]:
+        """What would complete a run that ``tokens`` [n] hold already."""
+        count = self._size - 1
+        if len(tokens) < self._size:
+            return set()
+        starts = np.ones(len(tokens) - count, dtype=bool)  # of runs that begin as the prefix ends
+        for offset in range(count):
+            starts &= tokens[offset : offset + len(starts)] == tokens[len(tokens) - count + offset]
+        return set(tokens[count:][starts].tolist())

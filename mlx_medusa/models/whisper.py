@@ -18,25 +18,40 @@ if TYPE_CHECKING:
 Memory = list[tuple[mx.array, mx.array]]  # K and V [B, heads, S, d] of the encoder output, per decoder layer
 
 
-@dataclass(frozen=True)
-class ModelArgs(BaseModelArgs):
-    vocab_size: int
+@dataclass(frozen=True, kw_only=True)
+class EncoderArgs(BaseModelArgs):
+    """What the encoder needs; other models have one too."""
+
     num_mel_bins: int
     d_model: int
     encoder_layers: int
     encoder_attention_heads: int
     encoder_ffn_dim: int
+    max_source_positions: int = 1500
+
+    def check(self) -> str | None:
+        if self.d_model % self.encoder_attention_heads:
+            return "'encoder_attention_heads' does not divide 'd_model'"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArgs(EncoderArgs):
+    vocab_size: int
     decoder_layers: int
     decoder_attention_heads: int
     decoder_ffn_dim: int
-    max_source_positions: int = 1500
     max_target_positions: int = 448
 
     def check(self) -> str | None:
-        for side in ("encoder", "decoder"):
-            if self.d_model % getattr(self, f"{side}_attention_heads"):
-                return f"'{side}_attention_heads' does not divide 'd_model'"
-        return None
+        if self.d_model % self.decoder_attention_heads:
+            return "'decoder_attention_heads' does not divide 'd_model'"
+        return super().check()
+
+    @property
+    def hidden_size(self) -> int:
+        """Of the states that heads take."""
+        return self.d_model
 
 
 class Attention(nn.Module):
@@ -109,7 +124,7 @@ class Positions(nn.Module):
 
 
 class Encoder(nn.Module):
-    def __init__(self, args: ModelArgs):
+    def __init__(self, args: EncoderArgs):
         super().__init__()
         dim = args.d_model
         self.conv1 = nn.Conv1d(args.num_mel_bins, dim, kernel_size=3, padding=1)

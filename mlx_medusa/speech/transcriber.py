@@ -5,7 +5,7 @@ import zlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -18,6 +18,7 @@ from mlx_medusa.medusa.cache import KVCache
 from mlx_medusa.medusa.decode import Drafter, Limits, Statistics, generate, prefill
 from mlx_medusa.medusa.drafters import load_drafter
 from mlx_medusa.medusa.rules import Rule, Suppress, SuppressAtBegin, Timestamps
+from mlx_medusa.speech import tasks
 from mlx_medusa.speech.languages import language_code
 from mlx_medusa.speech.results import MedusaStatistics, Segment, Transcription
 from mlx_medusa.speech.tokenizer import WhisperTokenizer
@@ -25,7 +26,6 @@ from mlx_medusa.speech.windows import Window, windows
 
 logger = logging.getLogger("mlx_medusa")
 
-TASKS = ("transcribe", "translate")
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
 
@@ -35,7 +35,9 @@ class Options:
 
     ``language``: code or English name, None to detect it in the first window. ``width``: rows of a verifier pass, one
     more than the guesses; None takes all heads. ``medusa``: False decodes without heads. ``max_tokens``: the most
-    tokens of one window (None: half the model's context, as openai/whisper).
+    tokens of one window (None: half the model's context, as openai/whisper). For MERaLiON only: ``instruction``, the
+    question or what else to do, and ``speaker_tags``: True leaves ``<Speaker1>:`` in the text. Each model has its own
+    tasks, see its ``check``.
     """
 
     language: str | None = None
@@ -43,18 +45,30 @@ class Options:
     width: int | None = None
     medusa: bool = True
     max_tokens: int | None = None
+    instruction: str | None = None
+    speaker_tags: bool = False
 
     def __post_init__(self) -> None:
-        if self.task not in TASKS:
-            raise OptionError(f"task {self.task!r} is not known: use one of {', '.join(TASKS)}")
+        if self.task not in tasks.ALL:
+            raise OptionError(f"task {self.task!r} is not known: use one of {', '.join(tasks.ALL)}")
         for name in ("width", "max_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(f"{name} is {value}, but must be at least 1")
 
 
+class SpeechToText(Protocol):
+    """What every family's transcriber offers."""
+
+    def transcribe(
+        self, audio: Source, options: Options | None = None, *, progress: bool = False, **overrides: Any
+    ) -> Transcription: ...
+
+    def check(self, options: Options) -> Options: ...
+
+
 @dataclass
-class _Session:
+class Session:
     """What grows while one input is transcribed."""
 
     language: str | None
@@ -82,12 +96,12 @@ class Transcriber:
         that do not fit the model. Audio without samples gives an empty text. ``progress`` shows a bar on a terminal.
         """
         options = self.check(replace(options or Options(), **overrides))
-        session = _Session(options.language)
+        session = Session(options.language)
         with tqdm(unit="s", desc="transcribed", disable=None if progress else True) as bar:
             for window in windows(read_blocks(audio)):
                 self._window(window, options, session)
                 bar.update(round(session.samples / SAMPLE_RATE) - bar.n)
-        return self._result(session, options)
+        return result(session, options)
 
     def detect_language(self, audio: Source) -> tuple[str, float]:
         """The language code of the first 30 s and its probability among the languages of the model."""
@@ -96,6 +110,10 @@ class Transcriber:
 
     def check(self, options: Options) -> Options:
         """The options as they apply to this model: language a code, width a number. OptionError if they cannot."""
+        if options.task not in tasks.WHISPER:
+            raise OptionError(f"task {options.task!r} is not one of this model's: {', '.join(tasks.WHISPER)}")
+        if options.instruction or options.speaker_tags:
+            raise OptionError("instruction and speaker_tags are for MERaLiON: Whisper has none")
         language = options.language
         if language is not None:
             language = language_code(language)
@@ -112,14 +130,9 @@ class Transcriber:
         args = self.model.args
         if options.task == "translate" and (args.encoder_layers, args.decoder_layers) == (32, 4):
             logger.warning("whisper-large-v3-turbo was not trained to translate: its text may not be English")
-        most = 1 + (self.drafter.max_drafts if self.drafter and options.medusa else 0)
-        width = options.width or most
-        if width > most:
-            cure = "convert with --heads" if most == 1 else "use fewer rows"
-            raise OptionError(f"width {width} needs {width - 1} heads, and there are {most - 1}: {cure}")
-        return replace(options, language=language, width=width)
+        return replace(options, language=language, width=check_width(options, self.drafter))
 
-    def _window(self, window: Window, options: Options, session: _Session) -> None:
+    def _window(self, window: Window, options: Options, session: Session) -> None:
         """Transcribe one window, adding to ``session``."""
         start = perf_counter()
         encoded = self.encode(window)
@@ -155,40 +168,19 @@ class Transcriber:
         return codes[best], float(mx.softmax(logits)[best])
 
     def _decode(
-        self, window: Window, encoded: mx.array, cache: KVCache, options: Options, session: _Session
+        self, window: Window, encoded: mx.array, cache: KVCache, options: Options, session: Session
     ) -> Segment:
         """Decode one window with its cross-attention K/V in ``cache``."""
         prompt = self.tokenizer.prompt(session.language, options.task)
         limits = Limits(frozenset([self.tokenizer.eot]), options.max_tokens or self.model.max_length // 2)
         rules = self.rules(len(prompt))
-        state, first = prefill(self.model, prompt, cache, limits, rules)
-        no_speech = mx.softmax(self.model.logits(state.hidden[0, 0]).astype(mx.float32))[
-            self.tokenizer.no_speech
-        ]
-        runs = list(
-            generate(
-                self.model,
-                state,
-                first,
-                limits,
-                rules=rules,
-                drafter=self.drafter if options.medusa else None,
-                memory=encoded,
-                width=options.width or 1,
-                statistics=session.statistics,
-            )
-        )
-        logprobs = float(mx.concatenate([run.logprobs for run in runs]).sum())
-        if not np.isfinite(logprobs):
-            raise MedusaError(
-                "the model computes numbers that are not finite: convert it again, or use --dtype float32"
-            )
         start = window.start / SAMPLE_RATE
-        if runs[-1].finish_reason == "length":
-            logger.warning(
-                "the window at %.1f s was cut at %d tokens", start, len(state.tokens) - state.begin
-            )
-        tokens = [token for token in state.tokens[state.begin :] if token != self.tokenizer.eot]
+        drafter = self.drafter if options.medusa else None
+        begin_hidden, written, logprobs = decode(
+            self.model, prompt, cache, limits, rules, drafter, encoded, options.width or 1, session, start
+        )
+        no_speech = mx.softmax(self.model.logits(begin_hidden).astype(mx.float32))[self.tokenizer.no_speech]
+        tokens = [token for token in written if token != self.tokenizer.eot]
         text = self.tokenizer.decode(tokens)
         return Segment(
             id=len(session.segments),
@@ -222,27 +214,75 @@ class Transcriber:
             )
         return rules
 
-    def _result(self, session: _Session, options: Options) -> Transcription:
-        counts = session.statistics
-        heads = counts.accepted_per_head + [0] * ((options.width or 1) - 1 - len(counts.accepted_per_head))
-        return Transcription(
-            text="".join(segment.text for segment in session.segments),
-            language=session.language or "en",
-            segments=session.segments,
-            medusa=MedusaStatistics(
-                tokens=counts.tokens,
-                rounds=counts.rounds,
-                drafted=counts.drafted,
-                accepted=counts.accepted,
-                accepted_per_head=heads,
-                tokens_per_verify=counts.tokens_per_verify,
-                width=options.width or 1,
-                encode_seconds=session.encode_seconds,
-                decode_seconds=session.decode_seconds,
-                draft_seconds=counts.draft_seconds,
-            ),
-            duration=session.samples / SAMPLE_RATE,
+
+def check_width(options: Options, drafter: Drafter | None) -> int:
+    """The width of a pass with this drafter; OptionError if it cannot guess so many."""
+    most = 1 + (drafter.max_drafts if drafter and options.medusa else 0)
+    width = options.width or most
+    if width > most:
+        cure = "convert with --heads" if most == 1 else "use fewer rows"
+        raise OptionError(f"width {width} needs {width - 1} heads, and there are {most - 1}: {cure}")
+    return width
+
+
+def decode(
+    model: Any,
+    prompt: list[int],
+    cache: KVCache,
+    limits: Limits,
+    rules: list[Rule],
+    drafter: Drafter | None,
+    memory: mx.array,
+    width: int,
+    session: Session,
+    start: float,
+) -> tuple[mx.array, list[int], float]:
+    """(state [D] of the prompt's first token, tokens written, the sum of their log probabilities), eos included.
+
+    Counts into ``session``. A text that was cut, of the audio at ``start`` seconds, is told as a warning. Raises
+    MedusaError where the numbers are not finite.
+    """
+    state, first = prefill(model, prompt, cache, limits, rules)
+    begin_hidden = state.hidden[0, 0]
+    runs = list(
+        generate(
+            model, state, first, limits, rules=rules, drafter=drafter, memory=memory, width=width,
+            statistics=session.statistics,
         )
+    )  # fmt: skip
+    logprobs = float(mx.concatenate([run.logprobs for run in runs]).sum())
+    if not np.isfinite(logprobs):
+        raise MedusaError(
+            "the model computes numbers that are not finite: convert it again, or use --dtype float32"
+        )
+    written = state.tokens[state.begin :]
+    if runs[-1].finish_reason == "length":
+        logger.warning("the window at %.1f s was cut at %d tokens", start, len(written))
+    return begin_hidden, written, logprobs
+
+
+def result(session: Session, options: Options) -> Transcription:
+    """What a session has come to."""
+    counts = session.statistics
+    heads = counts.accepted_per_head + [0] * ((options.width or 1) - 1 - len(counts.accepted_per_head))
+    return Transcription(
+        text="".join(segment.text for segment in session.segments),
+        language=session.language or "en",
+        segments=session.segments,
+        medusa=MedusaStatistics(
+            tokens=counts.tokens,
+            rounds=counts.rounds,
+            drafted=counts.drafted,
+            accepted=counts.accepted,
+            accepted_per_head=heads,
+            tokens_per_verify=counts.tokens_per_verify,
+            width=options.width or 1,
+            encode_seconds=session.encode_seconds,
+            decode_seconds=session.decode_seconds,
+            draft_seconds=counts.draft_seconds,
+        ),
+        duration=session.samples / SAMPLE_RATE,
+    )
 
 
 def compression_ratio(text: str) -> float:
@@ -257,7 +297,7 @@ def load(
     heads: str | Path | None = None,
     medusa: bool = True,
     dtype: str | None = None,
-) -> Transcriber:
+) -> SpeechToText:
     """Load a model folder or hub repository, with its heads (or those of ``heads``, in any format that convert reads).
 
     ``dtype``: float16, bfloat16 or float32; None keeps the folder's, except on a CPU backend (float32). Raises
@@ -268,8 +308,7 @@ def load(
         raise OptionError(f"dtype {dtype!r} is not known: use one of {', '.join(DTYPES)}")
     kind = DTYPES[dtype] if dtype else None
     folder = checkpoint.resolve(model)
-    whisper, _ = models.load(folder, kind)
-    tokenizer = WhisperTokenizer.from_folder(folder)
+    verifier, config = models.load(folder, kind)
     found = None
     if heads is not None:
         from convert.heads import read_heads  # other people's formats; not needed otherwise
@@ -277,14 +316,18 @@ def load(
         found = read_heads(heads)
     elif medusa:
         found = checkpoint.read_heads(folder)
-    if found is None:
-        return Transcriber(whisper, tokenizer)
-    drafter = load_drafter(
-        *found,
-        whisper,
-        whisper.args.d_model,
-        whisper.args.vocab_size,
-        dtype=kind,
-        source=heads or folder,
-    )
-    return Transcriber(whisper, tokenizer, drafter)
+    drafter = None
+    if found is not None:
+        args = verifier.args
+        drafter = load_drafter(
+            *found, verifier, args.hidden_size, args.vocab_size, dtype=kind, source=heads or folder
+        )
+    if config["model_type"] != "meralion2":
+        return Transcriber(verifier, WhisperTokenizer.from_folder(folder), drafter)
+    from mlx_medusa.speech import meralion
+    from mlx_medusa.speech.chat import ChatTokenizer
+
+    tokenizer = ChatTokenizer.from_folder(folder, verifier.args.speech_token_index)
+    # the query goes with the folder and not with the use of its heads, so that the text does not depend on that
+    query = tasks.HEADS_QUERY if heads is not None or "medusa" in config else tasks.QUERY
+    return meralion.MeralionTranscriber(verifier, tokenizer, drafter, query)
