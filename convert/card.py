@@ -20,7 +20,9 @@ def model_card(base: str, report: "Report") -> str:
     front += ["- medusa"] if report.heads else []
     front += [f"base_model: {base}"] if from_hub else []
     origin = (
-        f"[{base}](https://huggingface.co/{base})" if from_hub else f"a {report.kind} checkpoint of {report.title}"
+        f"[{base}](https://huggingface.co/{base})"
+        if from_hub
+        else f"a {report.kind} checkpoint of {report.title}"
     )
     weights = f"{report.bits_per_weight:.2f} bits per weight" if report.quantized else report.dtype
     heads = f", with {report.heads['num_heads']} Medusa heads" if report.heads else ""

@@ -21,7 +21,9 @@ class Family:
     tokenizer: Callable[[Source, dict[str, Any]], dict[str, Any]]
     files: Callable[[Source, dict[str, Any], dict[str, Any], str], Files]
     encoder: str  # where its speech encoder is
-    encoder_bits: int | None = None  # of a quantized folder's encoder, if nothing is said; None: as other layers
+    encoder_bits: int | None = (
+        None  # of a quantized folder's encoder, if nothing is said; None: as other layers
+    )
     float16: bool = True  # whether its numbers stay within the range of float16
 
 

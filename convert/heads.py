@@ -185,7 +185,11 @@ def unquantized(config: dict[str, Any], arrays: Arrays, dtype: mx.Dtype) -> tupl
     full = {name: array for name, array in arrays.items() if name not in packed}
     for layer in layers:
         full[f"{layer}.weight"] = checkpoint.dequantize(
-            arrays[f"{layer}.weight"], arrays[f"{layer}.scales"], arrays.get(f"{layer}.biases"), settings, dtype
+            arrays[f"{layer}.weight"],
+            arrays[f"{layer}.scales"],
+            arrays.get(f"{layer}.biases"),
+            settings,
+            dtype,
         )
     return {key: value for key, value in config.items() if key != "quantization"}, full
 

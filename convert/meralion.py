@@ -9,10 +9,20 @@ from mlx_medusa.errors import CheckpointError
 if TYPE_CHECKING:
     from convert.sources import Source
 
-BASE, HEADS = "MERaLiON/MERaLiON-2-3B", "kartmannXu/MERaLion-2-3B-Medusa"  # what `convert` takes if told nothing
+BASE, HEADS = (
+    "MERaLiON/MERaLiON-2-3B",
+    "kartmannXu/MERaLion-2-3B-Medusa",
+)  # what `convert` takes if told nothing
 STOPS = (1, 107)  # <eos> and <end_of_turn>
 NO_REPEAT = 6  # no run of so many tokens is written twice
-_DROPPED = {"quantization", "quantization_config", "medusa", "_name_or_path", "transformers_version", "torch_dtype"}
+_DROPPED = {
+    "quantization",
+    "quantization_config",
+    "medusa",
+    "_name_or_path",
+    "transformers_version",
+    "torch_dtype",
+}
 _DROPPED |= {"auto_map"}  # names Python files that are not copied
 
 
@@ -29,10 +39,14 @@ def tokenizer_json(source: "Source", config: dict[str, Any]) -> dict[str, Any]:
     limit = config["text_config"].get("vocab_size", 256_000)
     for name in ("<bos>", "<start_of_turn>", "<end_of_turn>"):
         if ids.get(name, limit) >= limit:
-            raise CheckpointError(f"{path}: has no {name} within the model's {limit} tokens; not its tokenizer")
+            raise CheckpointError(
+                f"{path}: has no {name} within the model's {limit} tokens; not its tokenizer"
+            )
     speech = config.get("speech_token_index", 255_999)
     if speech not in ids.values():
-        raise CheckpointError(f"{path}: has no token {speech}, which stands for speech; not this model's tokenizer")
+        raise CheckpointError(
+            f"{path}: has no token {speech}, which stands for speech; not this model's tokenizer"
+        )
     return tokens
 
 
@@ -58,7 +72,9 @@ def generation_config(said: dict[str, Any], tokens: dict[str, Any]) -> dict[str,
     stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
     ids = {token["content"]: token["id"] for token in tokens["added_tokens"]}
     end = ids.get("<end_of_turn>", STOPS[1])
-    kept = {key: value for key, value in said.items() if not key.startswith("_") and key != "transformers_version"}
+    kept = {
+        key: value for key, value in said.items() if not key.startswith("_") and key != "transformers_version"
+    }
     return {
         "bos_token_id": 2,
         "pad_token_id": 0,

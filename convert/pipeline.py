@@ -104,7 +104,9 @@ def convert(
         raise OptionError(
             f"{base}: quantized already; quantize the original, or first undo it with: convert -d"
         )
-    job = _Job(source, chosen if quantize else None, dequantize, DTYPES[dtype] if dtype else None, q_encoder_bits)
+    job = _Job(
+        source, chosen if quantize else None, dequantize, DTYPES[dtype] if dtype else None, q_encoder_bits
+    )
     job.open_heads(heads, chosen if q_heads else None)
     with staged_folder(target) as folder:
         return job.write(folder, target, base=str(base), progress=progress)

@@ -35,7 +35,9 @@ def memory(
     width, dim = heads + 1, text.hidden_size
     scores = min(gemma2.BLOCK, text.num_attention_heads * PIECE * length)
     frames = speech.max_source_positions
-    encoder = HALF * (2 * frames * speech.d_model * 2 + frames * (8 * speech.d_model + 2 * speech.encoder_ffn_dim))
+    encoder = HALF * (
+        2 * frames * speech.d_model * 2 + frames * (8 * speech.d_model + 2 * speech.encoder_ffn_dim)
+    )
     passing = HALF * PIECE * (6 * dim + 3 * text.intermediate_size) + 4 * FULL * scores
     return {
         "weights": sum(weights(model, bits, encoder_bits).values()),

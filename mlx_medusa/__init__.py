@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from mlx_medusa.speech.transcriber import load as load
 
 __version__ = "0.1.0"
-__all__ = ["MedusaStatistics", "MeralionTranscriber", "Options", "Segment", "Transcriber", "Transcription", "load"]
+__all__ = [
+    "MedusaStatistics",
+    "MeralionTranscriber",
+    "Options",
+    "Segment",
+    "Transcriber",
+    "Transcription",
+    "load",
+]
 
 blas.preload()  # before anything below imports mlx
 

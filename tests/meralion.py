@@ -72,7 +72,9 @@ class Reference(nn.Module):
             spoken = (ids == self.speech_token)[..., None].expand_as(embedded).clone()
             spoken[:, rows.shape[0] + tokens.index(self.speech_token) :] = False  # written, not heard
             embedded = embedded.masked_scatter(spoken, rows)
-        if hasattr(decoder.model.embed_tokens, "embed_scale"):  # transformers 5: the embedding scales, not the model
+        if hasattr(
+            decoder.model.embed_tokens, "embed_scale"
+        ):  # transformers 5: the embedding scales, not the model
             embedded = embedded * decoder.config.hidden_size**0.5
         out = decoder(inputs_embeds=embedded, output_hidden_states=True, use_cache=False)
         return out.hidden_states[-1][0], out.logits[0]
@@ -110,7 +112,9 @@ def pair(seed):
         for name, parameter in theirs.named_parameters():
             if "embed_positions" not in name:
                 layer_norm = name.endswith("norm.weight") and not name.startswith("text_decoder")
-                parameter.normal_(layer_norm or name == "ln_speech.weight", 0.1 if parameter.ndim == 1 else 0.3)
+                parameter.normal_(
+                    layer_norm or name == "ln_speech.weight", 0.1 if parameter.ndim == 1 else 0.3
+                )
     ours = models.build(
         {
             "model_type": "meralion2",
@@ -137,7 +141,9 @@ def mel_of(ours, seed, chunks):
 def prompt_of(ours, seed, count):
     """(tokens, where the speech begins): words, ``count`` speech tokens, words"""
     rng = np.random.default_rng(seed)
-    before, after = (rng.integers(1, ours.args.vocab_size - 1, size=rng.integers(1, 6)).tolist() for _ in "ab")
+    before, after = (
+        rng.integers(1, ours.args.vocab_size - 1, size=rng.integers(1, 6)).tolist() for _ in "ab"
+    )
     return before + [ours.args.speech_token_index] * count + after, len(before)
 
 
@@ -170,7 +176,9 @@ def small_reference(seed=0, *, tied=True, kind="gated", dtype=torch.float32):
         for name, parameter in model.named_parameters():
             if "embed_positions" not in name:
                 layer_norm = name.endswith("norm.weight") and not name.startswith("text_decoder")
-                parameter.normal_(layer_norm or name == "ln_speech.weight", 0.1 if parameter.ndim == 1 else 0.3)
+                parameter.normal_(
+                    layer_norm or name == "ln_speech.weight", 0.1 if parameter.ndim == 1 else 0.3
+                )
     return model.to(dtype), speech, text
 
 
@@ -185,7 +193,9 @@ def write_hf(folder, seed=0, *, tied=True, kind="gated", dtype=torch.float32, ke
     index = {}
     for number, part in enumerate((names[::2], names[1::2]), 1):
         file = f"model-{number:05}-of-00002.safetensors"
-        save_file({name: tensors[name].clone() for name in part}, str(folder / file), metadata={"format": "pt"})
+        save_file(
+            {name: tensors[name].clone() for name in part}, str(folder / file), metadata={"format": "pt"}
+        )
         index |= dict.fromkeys(part, file)
     config = {
         "model_type": "meralion2",
@@ -203,7 +213,11 @@ def write_hf(folder, seed=0, *, tied=True, kind="gated", dtype=torch.float32, ke
     files = {
         "config.json": {**config, **changes},
         "model.safetensors.index.json": {"metadata": {}, "weight_map": index},
-        "generation_config.json": {"eos_token_id": [1, 107], "no_repeat_ngram_size": 6, "transformers_version": "4.50"},
+        "generation_config.json": {
+            "eos_token_id": [1, 107],
+            "no_repeat_ngram_size": 6,
+            "transformers_version": "4.50",
+        },
     }
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content), encoding="utf-8")
@@ -219,6 +233,12 @@ def write_heads(folder, *, dim=64, heads=4, seed=0):
         tensors[f"heads.{head}.mlp.0.linear.weight"] = torch.randn(dim, dim).bfloat16() * 0.1
         tensors[f"heads.{head}.mlp.0.linear.bias"] = torch.randn(dim).bfloat16() * 0.1
     save_file(tensors, str(folder / "medusa_heads.safetensors"))
-    said = {"adapter_type": "MEDUSA", "num_heads": heads, "num_layers": 1, "hidden_size": dim, "vocab_size": 384}
+    said = {
+        "adapter_type": "MEDUSA",
+        "num_heads": heads,
+        "num_layers": 1,
+        "hidden_size": dim,
+        "vocab_size": 384,
+    }
     (folder / "adapter_config.json").write_text(json.dumps(said), encoding="utf-8")
     return folder

@@ -292,7 +292,9 @@ def test_bits_imply_quantize_and_model_is_an_alias(hf: Path, out: Path) -> None:
     assert config_of(out)["quantization"]["bits"] == 4
 
 
-@pytest.mark.parametrize("arguments", [["--base", "x", "--q-bits", "7"], ["--base"], ["--base", "x", "--nonsense"]])
+@pytest.mark.parametrize(
+    "arguments", [["--base", "x", "--q-bits", "7"], ["--base"], ["--base", "x", "--nonsense"]]
+)
 def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)

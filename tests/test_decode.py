@@ -68,7 +68,9 @@ class Scripted:
 
 
 def random_heads(model, seed, count=7):
-    heads = MedusaHeads(HeadsArgs(num_heads=count, num_layers=1 + seed % 2, hidden_size=model.args.hidden_size))
+    heads = MedusaHeads(
+        HeadsArgs(num_heads=count, num_layers=1 + seed % 2, hidden_size=model.args.hidden_size)
+    )
     mx.random.seed(seed)
     heads.load_weights([(f"layers.{i}.weight", mx.random.normal(layer.weight.shape) * 0.3)
                         for i, layer in enumerate(heads.layers)], strict=False)  # fmt: skip

@@ -22,7 +22,9 @@ def read(folder, name):
     return json.loads((folder / name).read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(("tied", "kind"), [(True, "gated"), (False, "gated"), (True, "v1"), (False, "plain")])
+@pytest.mark.parametrize(
+    ("tied", "kind"), [(True, "gated"), (False, "gated"), (True, "v1"), (False, "plain")]
+)
 def test_a_converted_folder_equals_pytorch(tied, kind, tmp_path, out):
     more = {"speech_mlp_use_projection": False} if kind == "plain" else {}
     convert(write_hf(tmp_path / "hf", 3, tied=tied, kind=kind, **more), out)
@@ -72,7 +74,9 @@ def test_stop_tokens_and_rule_where_the_source_is_silent(tmp_path, out):
 @pytest.mark.parametrize(("bits", "packed"), [(None, None), (8, 8), (4, 4), (16, None)])
 def test_recipe(bits, packed, tmp_path, out):
     """Decoder, embedding and adapter get the bits asked for; the encoder its own, and none by default."""
-    report = convert(write_hf(tmp_path / "hf", tied=False), out, q_bits=4, q_group_size=32, q_encoder_bits=bits)
+    report = convert(
+        write_hf(tmp_path / "hf", tied=False), out, q_bits=4, q_group_size=32, q_encoder_bits=bits
+    )
     arrays = checkpoint.read_arrays(out)
     quantized = {name.removesuffix(".scales") for name in arrays if name.endswith(".scales")}
     for layer in (
@@ -87,7 +91,9 @@ def test_recipe(bits, packed, tmp_path, out):
         assert arrays[f"{layer}.weight"].shape[-1] * 8 == arrays[f"{layer}.scales"].shape[-1] * 32
     assert ("speech_encoder.layers.0.fc1" in quantized) is (packed is not None)
     if packed:
-        settings = checkpoint.settings_for(read(out, "config.json")["quantization"], "speech_encoder.layers.0.fc1")
+        settings = checkpoint.settings_for(
+            read(out, "config.json")["quantization"], "speech_encoder.layers.0.fc1"
+        )
         assert settings["bits"] == packed
     else:
         assert len(report.skipped["speech encoder"]) == 6
@@ -134,7 +140,9 @@ def test_heads_of_both_forms(form, tmp_path, out):
     assert report.heads["num_heads"] == 4
     config, arrays = checkpoint.read_heads(out)
     expected = torch.stack([tensors[f"heads.{i}.mlp.0.linear.weight"] for i in range(4)])
-    np.testing.assert_array_equal(np.array(arrays["layers.0.weight"].astype(mx.float32)), expected.float().numpy())
+    np.testing.assert_array_equal(
+        np.array(arrays["layers.0.weight"].astype(mx.float32)), expected.float().numpy()
+    )
 
 
 def test_heads_of_another_width_are_refused(tmp_path, out):

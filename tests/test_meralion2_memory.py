@@ -31,7 +31,9 @@ def test_weights():
     assert sizes["text_decoder"] / PARAMETERS["text_decoder"] == pytest.approx(8.5 / 8, rel=1e-3)
     four = weights(model, 4, 8)
     assert four["text_decoder"] / PARAMETERS["text_decoder"] == pytest.approx(4.5 / 8, rel=1e-3)
-    assert four["speech_audio_adapter"] / PARAMETERS["speech_audio_adapter"] == pytest.approx(4.5 / 8, rel=1e-3)
+    assert four["speech_audio_adapter"] / PARAMETERS["speech_audio_adapter"] == pytest.approx(
+        4.5 / 8, rel=1e-3
+    )
     assert four["speech_encoder"] / PARAMETERS["speech_encoder"] == pytest.approx(8.5 / 8, rel=2e-2)
 
 
@@ -64,9 +66,13 @@ def test_a_random_checkpoint_has_the_size_that_was_computed(tmp_path):
     )
     make_meralion(tmp_path / "random", config=config, shard_bytes=20_000_000)
     assert len(list((tmp_path / "random").glob("model-*.safetensors"))) > 1
-    convert(tmp_path / "random", tmp_path / "model", tmp_path / "random" / "heads", q_bits=4, q_encoder_bits=8)
+    convert(
+        tmp_path / "random", tmp_path / "model", tmp_path / "random" / "heads", q_bits=4, q_encoder_bits=8
+    )
     computed = memory(config, 4, 8, 30)
-    on_disk = {part: (tmp_path / "model" / f"{part}.safetensors").stat().st_size for part in ("model", "medusa")}
+    on_disk = {
+        part: (tmp_path / "model" / f"{part}.safetensors").stat().st_size for part in ("model", "medusa")
+    }
     assert on_disk["model"] == pytest.approx(computed["weights"], rel=0.02)  # the header is the rest
     assert on_disk["medusa"] - (1 << 18) - 8 == computed["heads"]  # the room that is kept for a header
     transcriber = mlx_medusa.load(tmp_path / "model")

@@ -80,7 +80,9 @@ def test_prompt_equals_transformers(folder, query):
     text = theirs.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
     )
-    expected = theirs(text.replace("<SpeechHere>", "<SpeechHere>" * 200), add_special_tokens=False)["input_ids"]
+    expected = theirs(text.replace("<SpeechHere>", "<SpeechHere>" * 200), add_special_tokens=False)[
+        "input_ids"
+    ]
     tokens, start = ChatTokenizer.from_folder(folder, 383).prompt(query, 200)
     assert tokens == expected
     assert tokens.count(2) == 1
@@ -138,7 +140,10 @@ def test_queries(loaded, plain):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"task": "translate"}, "task 'translate' is not one of this model's: transcribe, singlish, translate-zh"),
+        (
+            {"task": "translate"},
+            "task 'translate' is not one of this model's: transcribe, singlish, translate-zh",
+        ),
         ({"task": "question"}, "'question' needs an instruction"),
         ({"task": "singlish", "instruction": "x"}, "'singlish' takes no instruction"),
         ({"instruction": "say <SpeechHere>"}, "has 2 tokens <SpeechHere>"),
@@ -235,7 +240,9 @@ def test_a_broken_chat_template_is_refused(folder, tmp_path, template, message):
 def test_a_folder_without_a_template_gets_gemmas(folder, tmp_path):
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     del settings["chat_template"]
-    other = ChatTokenizer.from_folder(edited(folder, tmp_path / "other", tokenizer_config__json=settings), 383)
+    other = ChatTokenizer.from_folder(
+        edited(folder, tmp_path / "other", tokenizer_config__json=settings), 383
+    )
     assert other.prompt("Do it.", 100) == ChatTokenizer.from_folder(folder, 383).prompt("Do it.", 100)
 
 
@@ -261,7 +268,10 @@ def test_command_line(folder, tmp_path, capsys):
         file.setsampwidth(2)
         file.setframerate(SECOND)
         file.writeframes((noise(2) * 32_000).astype("<i2").tobytes())
-    assert main([str(path), "--model", str(folder), "--task", "question", "--instruction", "who?", "--stats"]) == 0
+    assert (
+        main([str(path), "--model", str(folder), "--task", "question", "--instruction", "who?", "--stats"])
+        == 0
+    )
     assert "tokens per verify" in capsys.readouterr().err
     assert main([str(path), "--model", str(folder), "--task", "question"]) == 1
     assert "needs an instruction" in capsys.readouterr().err

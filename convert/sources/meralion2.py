@@ -66,7 +66,9 @@ def _is_tied(path: Path, places: dict[str, Any], text: dict[str, Any]) -> bool:
     if EMBEDDING in places and _equal_bytes(places[TIED], places[EMBEDDING]):
         return True
     if text.get("tie_word_embeddings", True):  # transformers' default, which would overwrite the projection
-        raise CheckpointError(f"{path}: {TIED} differs from {EMBEDDING}, but text_config says that they are tied")
+        raise CheckpointError(
+            f"{path}: {TIED} differs from {EMBEDDING}, but text_config says that they are tied"
+        )
     return False
 
 

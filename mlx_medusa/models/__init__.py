@@ -13,7 +13,10 @@ from mlx_medusa.errors import CheckpointError
 
 logger = logging.getLogger("mlx_medusa")
 
-ARCHITECTURES = {"whisper": "whisper", "meralion2": "meralion2"}  # config.json's model_type -> module in this package
+ARCHITECTURES = {
+    "whisper": "whisper",
+    "meralion2": "meralion2",
+}  # config.json's model_type -> module in this package
 
 
 def build(config: dict[str, Any], source: str | Path = "config.json") -> nn.Module:

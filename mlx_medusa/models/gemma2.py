@@ -67,7 +67,9 @@ class Rope:
 
     def __init__(self, head_dim: int, theta: float):
         self._dims = head_dim
-        self._periods = mx.power(theta, mx.arange(0, head_dim, 2, dtype=mx.float32) / head_dim)  # in tokens / 2 pi
+        self._periods = mx.power(
+            theta, mx.arange(0, head_dim, 2, dtype=mx.float32) / head_dim
+        )  # in tokens / 2 pi
 
     def __call__(self, x: mx.array, positions: mx.array) -> mx.array:
         """[B, W, heads, d], positions [B, W] -> [B, heads, W, d]"""
@@ -183,9 +185,7 @@ class Gemma2(nn.Module):
         """Embeddings as the first layer takes them, times sqrt(D) rounded to their dtype."""
         return embedded * mx.array(self.args.hidden_size**0.5, embedded.dtype)
 
-    def __call__(
-        self, x: mx.array, positions: mx.array, mask: mx.array | None, cache: "KVCache"
-    ) -> mx.array:
+    def __call__(self, x: mx.array, positions: mx.array, mask: mx.array | None, cache: "KVCache") -> mx.array:
         """Scaled embeddings [B, W, D], positions [B, W], mask [B, 1, W, T + W] or None -> hidden [B, W, D].
 
         Writes W rows of K/V and keeps them.

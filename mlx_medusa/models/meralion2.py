@@ -37,7 +37,9 @@ class ModelArgs:
         """
         for part in ("speech_config", "text_config"):
             if not isinstance(config.get(part), dict):
-                raise CheckpointError(f"{source}: setting {part!r} is missing, so this is no MERaLiON-2 model")
+                raise CheckpointError(
+                    f"{source}: setting {part!r} is missing, so this is no MERaLiON-2 model"
+                )
         # transformers writes into text_config only what differs from Gemma2Config, and some keys a second time
         text = {name: config[name] for name in gemma2.ModelArgs.__dataclass_fields__ if name in config}
         text |= config["text_config"]
@@ -52,7 +54,9 @@ class ModelArgs:
         )
         frames, factor = args.speech.max_source_positions, args.speech_mlp_scale_factor
         if not isinstance(factor, int) or factor < 1 or frames % factor:
-            raise CheckpointError(f"{source}: 'speech_mlp_scale_factor' {factor!r} does not divide {frames} frames")
+            raise CheckpointError(
+                f"{source}: 'speech_mlp_scale_factor' {factor!r} does not divide {frames} frames"
+            )
         if not 0 <= args.speech_token_index < args.text.vocab_size:
             raise CheckpointError(
                 f"{source}: 'speech_token_index' {args.speech_token_index} is outside the vocabulary"
@@ -103,7 +107,12 @@ class Adapter(nn.Module):
         inner = dim if self.kind == FIRST else 5 * dim
         self.mlp_adapter = [nn.Linear(dim * self.factor, inner)]
         if self.kind == FIRST:  # numbered as in the checkpoint, where dropout is a module too
-            self.speech_llm_proj = [nn.Linear(dim, 4 * dim), nn.SiLU(), nn.Dropout(0.1), nn.Linear(4 * dim, out)]
+            self.speech_llm_proj = [
+                nn.Linear(dim, 4 * dim),
+                nn.SiLU(),
+                nn.Dropout(0.1),
+                nn.Linear(4 * dim, out),
+            ]
             return
         if self.kind == GATED:
             self.gate_proj = nn.Linear(inner, inner)

@@ -39,7 +39,9 @@ class ChatTokenizer:
         self.speech_token = speech_token
         name, bos = tokenizer.id_to_token(speech_token), tokenizer.token_to_id("<bos>")
         if name is None or bos is None:
-            raise CheckpointError(f"{source}: has no token {speech_token} for speech, or no <bos>; convert again")
+            raise CheckpointError(
+                f"{source}: has no token {speech_token} for speech, or no <bos>; convert again"
+            )
         self._speech, self._bos = name, bos
         if not self.stops:
             raise CheckpointError(f"{source}: generation_config.json names no 'eos_token_id'; convert again")
@@ -101,7 +103,9 @@ def render(template: str, content: str, source: object) -> str:
             eos_token="<eos>",
         )  # fmt: skip
     except (TemplateError, TypeError) as error:
-        raise CheckpointError(f"{source}: the chat template does not work ({error}); fetch it again") from error
+        raise CheckpointError(
+            f"{source}: the chat template does not work ({error}); fetch it again"
+        ) from error
 
 
 def _read_template(folder: Path) -> str:

@@ -60,7 +60,9 @@ class MeralionTranscriber:
         """
         options = self.check(replace(options or Options(), **overrides))
         if options.language:
-            logger.warning("MERaLiON hears the language itself: language %r changes nothing", options.language)
+            logger.warning(
+                "MERaLiON hears the language itself: language %r changes nothing", options.language
+            )
         target = options.task.removeprefix("translate-") if options.task.startswith("translate-") else None
         session = Session(target or options.language or "und")
         with tqdm(unit="s", desc="transcribed", disable=None if progress else True) as bar:
