@@ -46,6 +46,10 @@ class Timing:
     maximum: float
     runs: int
 
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Timing":
+        return cls(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
+
 
 def interleave(
     actions: Mapping[str, Callable[[], object]],
@@ -67,7 +71,7 @@ def interleave(
             elapsed = perf_counter() - start
             if run >= warm_up:
                 seconds[name].append(elapsed)
-    return {name: Timing(statistics.median(s), min(s), max(s), len(s)) for name, s in seconds.items()}
+    return {name: Timing.of(s) for name, s in seconds.items()}
 
 
 # --- mlx-whisper with the same weights ---
@@ -249,6 +253,37 @@ def time_transcriptions(
     return interleave(actions, runs, warm_up=0, prepare=prepare), texts
 
 
+def time_widths(transcriber: "Transcriber", clips: Sequence["np.ndarray"], runs: int) -> dict[str, Report]:
+    """Width of a verifier pass -> seconds of the decode loop and end to end over all clips, and tokens per verify.
+
+    The loop's seconds hold prefill, drafting and verifying; end to end adds the encoder. Width 1 is without heads.
+    """
+    if transcriber.drafter is None:
+        say("the model has no heads, so there is nothing to compare width 1 with")
+        return {}
+    widths = range(1, transcriber.drafter.max_drafts + 2)
+    seconds: dict[int, list[tuple[float, float]]] = {width: [] for width in widths}
+    counts, texts = {}, {}
+    say(f"widths 1 to {widths[-1]} on {len(clips)} clips, {runs} runs")
+    transcriber.transcribe(clips[0][:SHORT], language="en")
+    for _ in range(runs):
+        for width in widths:
+            results = [transcriber.transcribe(clip, language="en", width=width) for clip in clips]
+            loop = sum(result.medusa.decode_seconds for result in results)
+            seconds[width].append((loop, loop + sum(result.medusa.encode_seconds for result in results)))
+            counts[width] = [sum(getattr(r.medusa, name) for r in results) for name in ("tokens", "rounds")]
+            texts[width] = [result.text for result in results]
+    return {
+        str(width): {
+            "decode": asdict(Timing.of([loop for loop, _ in seconds[width]])),
+            "end_to_end": asdict(Timing.of([whole for _, whole in seconds[width]])),
+            "tokens_per_verify": round(counts[width][0] / counts[width][1], 3),
+            "same_text_as_width_1": texts[width] == texts[1],
+        }
+        for width in widths
+    }
+
+
 def measure(model: Path, paths: Sequence[Path], runs: int) -> Report:
     """Time everything on one model folder and some clips."""
     import numpy as np
@@ -257,13 +292,14 @@ def measure(model: Path, paths: Sequence[Path], runs: int) -> Report:
     from mlx_medusa import audio
 
     clips = [np.concatenate(list(audio.read_blocks(path))) for path in paths]
-    transcriber = mlx_medusa.load(model, medusa=False)
+    transcriber = mlx_medusa.load(model)
     if not isinstance(transcriber, mlx_medusa.Transcriber):
         raise OptionError(f"{model}: only Whisper models are timed here: name one with --model")
     with tempfile.TemporaryDirectory(prefix="mlx-medusa-bench-") as temporary:
         peers = make_peers(transcriber.model, Path(temporary))
         steps = time_steps(transcriber, peers, clips[0], runs * STEPS_PER_RUN)
         whole, texts = time_transcriptions(transcriber, peers, clips, runs)
+    by_width = time_widths(transcriber, clips, runs)
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
@@ -277,6 +313,7 @@ def measure(model: Path, paths: Sequence[Path], runs: int) -> Report:
         "clips_with_the_same_text": {
             name: sum(a == b for a, b in zip(texts[OURS], texts[name], strict=True)) for name in peers
         },
+        "widths": by_width,
         "ratios": ratios(steps, whole),
     }
 
@@ -360,6 +397,14 @@ def table(report: Report) -> str:
         values = (timing["median"], timing["minimum"], timing["maximum"])
         lines.append(f"{label:40}" + "".join(f"{value * 1000:9.1f} ms" for value in values))
     lines += ["", *(f"{label}: {value}" for label, value in report["ratios"].items())]
+    for width, entry in report["widths"].items():
+        gain = report["widths"]["1"]["decode"]["median"] / entry["decode"]["median"]
+        whole = report["widths"]["1"]["end_to_end"]["median"] / entry["end_to_end"]["median"]
+        lines.append(
+            f"width {width}: {entry['tokens_per_verify']:.2f} tokens per verify, decode loop "
+            f"{entry['decode']['median'] * 1000:.0f} ms, {gain:.2f} x as fast as width 1, end to end {whole:.2f} x"
+            + ("" if entry["same_text_as_width_1"] else ", ANOTHER TEXT")
+        )
     for name, clips in report["clips_with_the_same_text"].items():
         lines.append(f"same text as {name}: {clips} of {len(report['clips'])} clips")
     return "\n".join(lines)

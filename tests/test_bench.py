@@ -106,6 +106,10 @@ def test_steps_have_the_rows_they_claim_and_leave_the_cache(tmp_path: Path) -> N
     np.testing.assert_array_equal(np.array(actions["3"]()), np.array(actions["3"]()))
 
 
+def width_times(decode: float, end_to_end: float) -> dict[str, dict]:
+    return {"decode": vars(Timing.of([decode])), "end_to_end": vars(Timing.of([end_to_end]))}
+
+
 def report(*peers: str) -> bench.Report:
     steps = {str(width): Timing(0.010 + 0.001 * width, 0.010, 0.030, 30) for width in range(1, 9)}
     whole = {"mlx-medusa": Timing(2.0, 1.9, 2.2, 5)}
@@ -121,6 +125,10 @@ def report(*peers: str) -> bench.Report:
         "step_seconds": {name: vars(timing) for name, timing in steps.items()},
         "transcription_seconds": {name: vars(timing) for name, timing in whole.items()},
         "clips_with_the_same_text": dict.fromkeys(peers, 2),
+        "widths": {
+            "1": {**width_times(1.5, 6.0), "tokens_per_verify": 1.0, "same_text_as_width_1": True},
+            "4": {**width_times(1.0, 5.0), "tokens_per_verify": 2.5, "same_text_as_width_1": False},
+        },
         "ratios": bench.ratios(steps, whole),
     }
 
@@ -143,6 +151,10 @@ def test_the_table_says_it_all() -> None:
     assert "24.7 s of speech, mlx-medusa 2000.0 ms 1900.0 ms 2200.0 ms" in lines
     assert "step of 1 row / peer: 0.2" in lines
     assert lines[-1] == "same text as peer: 2 of 3 clips"
+    four = (
+        "width 4: 2.50 tokens per verify, decode loop 1000 ms, 1.50 x as fast as width 1, end to end 1.20 x"
+    )
+    assert f"{four}, ANOTHER TEXT" in lines
     assert "peer" not in bench.table(report())
 
 

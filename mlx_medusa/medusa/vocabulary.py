@@ -34,6 +34,9 @@ class DraftVocabulary:
             padding = mx.broadcast_to(ids[-1:], (-len(ids) % _BLOCK,))  # never chosen: its twin comes first
             ids = mx.concatenate([ids, padding])
             rows = mx.concatenate([rows, mx.broadcast_to(rows[-1:], (len(padding), rows.shape[1]))])
+            # deal the tokens out, so that the frequent ones, whose ids are low, are not rivals in one block
+            order = mx.arange(len(ids)).reshape(_BLOCK, -1).T.reshape(-1)
+            ids, rows = ids[order], rows[order]
             self._rows = rows
             rows = rows @ basis
         self.ids = ids
