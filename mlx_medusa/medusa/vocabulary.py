@@ -23,13 +23,12 @@ def best(logits: mx.array) -> mx.array:
 class DraftVocabulary:
     """Guesses among ``ids`` [N], which rise, by their rows of the projection [N, D].
 
-    With a ``basis`` [D, r] of the directions in which states differ most, the rows are read in two steps: all of them
-    in those r directions, then, in full, the best one of each block of 32. On tiny.en, N = 8644 and r = 96, that reads
-    a quarter of the bytes and keeps 99 % of the right guesses.
+    With a ``basis`` [D, r] of the directions in which states are largest, the rows are read in two steps: all of them
+    in those r directions, then, in full, the best one of each block of 32. On tiny.en, with r = 96, that takes a third
+    of the time and loses about 1 % of the right guesses, which more ids more than make up for.
     """
 
     def __init__(self, ids: mx.array, rows: mx.array, basis: mx.array | None = None):
-        self.size = len(ids)
         if basis is not None:
             padding = mx.broadcast_to(ids[-1:], (-len(ids) % _BLOCK,))  # never chosen: its twin comes first
             ids = mx.concatenate([ids, padding])

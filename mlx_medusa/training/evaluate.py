@@ -38,7 +38,7 @@ def evaluate(
         raise OptionError("there are no heads to evaluate: name some with --heads")
     vocab_size = transcriber.model.args.vocab_size
     few = drafter.guess if isinstance(drafter.guess, DraftVocabulary) else None
-    ids = np.array(few.ids)[: few.size] if few else np.arange(vocab_size)
+    ids = np.unique(np.array(few.ids)) if few else np.arange(vocab_size)
     target = Target(transcriber.model, ids.astype(np.int32), vocab_size)
     scores = Scores(drafter.max_drafts)
     clips, errors = [], []
