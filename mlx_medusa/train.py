@@ -105,6 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report(error, args.debug)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader of our output went away; nothing more can be said to it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def report(error: MedusaError, debug: bool) -> int:
