@@ -38,8 +38,9 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """A stand-in for the converter; the list of what it was asked to convert."""
     asked: list[Path] = []
 
-    def convert(base: Path, mlx_path: Path) -> None:
+    def convert(base: Path, mlx_path: Path, heads: Path | None) -> None:
         asked.append(base)
+        assert heads == demo.HEADS / "recurrent"
         mlx_path.mkdir()
         (mlx_path / "config.json").write_text("{}")
 
@@ -85,7 +86,7 @@ def test_a_model_that_is_gone_is_refused(package: Path, conversions: list[Path])
 def test_a_failed_conversion_leaves_nothing(
     package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def convert(base: Path, mlx_path: Path) -> None:
+    def convert(base: Path, mlx_path: Path, heads: Path | None) -> None:
         mlx_path.mkdir()
         (mlx_path / "model.safetensors").write_bytes(b"half")
         raise CheckpointError("broken half way")
@@ -106,7 +107,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(
 
 
 def _race(target: Path, barrier: Barrier, results: "multiprocessing.Queue[str]") -> None:
-    def convert(base: Path, mlx_path: Path) -> None:
+    def convert(base: Path, mlx_path: Path, heads: Path | None) -> None:
         mlx_path.mkdir()
         (mlx_path / "config.json").write_text("{}")
         barrier.wait(timeout=60)  # every process has converted before one of them renames
