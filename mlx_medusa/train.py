@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from mlx_medusa.command import guarded
 from mlx_medusa.errors import MedusaError, OptionError, OutputError
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -99,23 +100,11 @@ def add_evaluate(p: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    try:
-        return {"harvest": run_harvest, "fit": run_fit, "evaluate": run_evaluate}[args.command](args)
-    except MedusaError as error:
-        return report(error, args.debug)
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of our output went away; nothing more can be said to it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-
-
-def report(error: MedusaError, debug: bool) -> int:
-    """Print an error as one line, or with ``debug`` let it through; returns the exit status."""
-    if debug:
-        raise error
-    print(f"train: error: {error}", file=sys.stderr)
-    return 1
+    return guarded(
+        "train",
+        lambda: {"harvest": run_harvest, "fit": run_fit, "evaluate": run_evaluate}[args.command](args),
+        args.debug,
+    )
 
 
 def chosen(kind: Any, args: argparse.Namespace, **others: Any) -> Any:

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlx_medusa.command import guarded, report
 from mlx_medusa.errors import AudioError, MedusaError, OptionError, OutputError
 from mlx_medusa.speech import tasks
 
@@ -81,23 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     logging.basicConfig(format="transcribe: %(levelname)s: %(message)s", stream=sys.stderr, force=True)
     logging.addLevelName(logging.WARNING, "warning")
-    try:
-        return run(args)
-    except MedusaError as error:
-        return report(error, args.debug)
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of our output went away; nothing more can be said to it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-
-
-def report(error: MedusaError, debug: bool) -> int:
-    """Print an error as one line, or with ``debug`` let it through; returns the exit status."""
-    if debug:
-        raise error
-    print(f"transcribe: error: {error}", file=sys.stderr)
-    return 1
+    return guarded("transcribe", lambda: run(args), args.debug)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -134,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
             if args.stats:
                 print(statistics(name, result), file=sys.stderr)
         except MedusaError as error:
-            status = report(error, args.debug)
+            status = report("transcribe", error, args.debug)
     return status
 
 
