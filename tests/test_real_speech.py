@@ -18,7 +18,7 @@ from record_golden import fingerprint
 
 from convert import convert
 from mlx_medusa import Transcriber, load
-from mlx_medusa.speech.transcriber import Options, _Session
+from mlx_medusa.speech.transcriber import Options, Session
 from mlx_medusa.speech.windows import Window
 
 HERE = Path(__file__).parent
@@ -79,7 +79,7 @@ class OneWindow:
     def __init__(self, transcriber: Transcriber, samples):
         self.transcriber = transcriber
         self.window = Window(0, samples)
-        self.encoded = transcriber._encode(self.window)
+        self.encoded = transcriber.encode(self.window)
         self.cache = transcriber._cache(self.encoded)
 
     def detect(self):
@@ -89,7 +89,7 @@ class OneWindow:
         self.cache.rewind(self.cache.length)
         options = self.transcriber.check(Options(language, task, max_tokens=MAX_TOKENS))
         return self.transcriber._decode(
-            self.window, self.encoded, self.cache, options, _Session(language)
+            self.window, self.encoded, self.cache, options, Session(language)
         ).tokens
 
 
