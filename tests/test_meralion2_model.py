@@ -16,7 +16,7 @@ from mlx_medusa.medusa.rules import NoRepeatNGram
 SEEDS = 24  # in turn: gated, first, gated and plain adapters, one to four chunks
 
 
-def close(ours, theirs):
+def assert_close(ours, theirs):
     """Within 1e-4 of the largest number."""
     theirs = theirs.numpy()
     np.testing.assert_allclose(np.array(ours), theirs, rtol=1e-4, atol=1e-4 * np.abs(theirs).max())
@@ -26,15 +26,15 @@ def close(ours, theirs):
 def test_encoder_adapter_and_decoder_equal_pytorch(seed):
     theirs, ours = pair(seed)
     rows, encoded, prompt, memory = hear(theirs, ours, seed, 1 + seed % 4)
-    close(encoded[0], rows)
+    assert_close(encoded[0], rows)
     with torch.no_grad():
         hidden, logits = theirs(prompt, rows)
     cache = KVCache(ours.num_layers, memory)
     cuts = [0, len(prompt) // 3, len(prompt) // 3 + 1, len(prompt)]
     parts = [chain_pass(ours, prompt[a:b], cache) for a, b in pairwise(cuts) if a < b]
     found = mx.concatenate(parts, axis=1)
-    close(found[0], hidden)
-    close(ours.logits(found[0]), logits)
+    assert_close(found[0], hidden)
+    assert_close(ours.logits(found[0]), logits)
 
 
 def greedy(theirs, prompt, rows, steps, rule=None, free=()):

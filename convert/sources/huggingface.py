@@ -1,6 +1,6 @@
 """A Whisper folder of transformers (safetensors), or an MLX model folder that this converter wrote."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,18 @@ def open_folder(path: Path, config: dict[str, Any]) -> Source:
             del arrays[TIED]
         yield from unite(list(arrays), arrays.pop, rename, quantization, path)
 
+    return folder_source(path, config, files, tensors, quantization, EXTRAS)
+
+
+def folder_source(
+    path: Path,
+    config: dict[str, Any],
+    files: list[Path],
+    tensors: Callable[[], Iterator[tuple[str, mx.array | Packed]]],
+    quantization: dict[str, Any] | None,
+    extras: Iterable[str],
+) -> Source:
+    """A safetensors folder of any family; the files that are named in ``extras`` are copied where there are any."""
     generation = path / "generation_config.json"
     return Source(
         path=path,
@@ -47,7 +59,7 @@ def open_folder(path: Path, config: dict[str, Any]) -> Source:
         quantization=quantization,
         generation=read_json(generation) if generation.is_file() else None,
         tokenizer=path,
-        extras=[path / name for name in EXTRAS if (path / name).is_file()],
+        extras=[path / name for name in extras if (path / name).is_file()],
     )
 
 

@@ -8,8 +8,8 @@ import mlx.core as mx
 import numpy as np
 
 from convert.sources.base import Packed, Source, unite
-from convert.sources.huggingface import check_quantization, float_type
-from mlx_medusa.checkpoint import read_arrays, read_json, weight_files
+from convert.sources.huggingface import check_quantization, folder_source
+from mlx_medusa.checkpoint import read_arrays, weight_files
 from mlx_medusa.errors import CheckpointError
 from mlx_medusa.shards import read_header
 
@@ -41,19 +41,7 @@ def open_folder(path: Path, config: dict[str, Any]) -> Source:
             arrays.pop(TIED, None)
         yield from unite(list(arrays), arrays.pop, str, quantization, path)
 
-    generation = path / "generation_config.json"
-    return Source(
-        path=path,
-        kind="MLX folder" if quantization else "Hugging Face",
-        config=config,
-        dtype=float_type(files),
-        tensors=tensors,
-        size=sum(file.stat().st_size for file in files),
-        quantization=quantization,
-        generation=read_json(generation) if generation.is_file() else None,
-        tokenizer=path,
-        extras=[path / name for name in EXTRAS if (path / name).is_file()],
-    )
+    return folder_source(path, config, files, tensors, quantization, EXTRAS)
 
 
 def _is_tied(path: Path, places: dict[str, Any], text: dict[str, Any]) -> bool:
