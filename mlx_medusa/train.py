@@ -60,6 +60,8 @@ def add_fit(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--num-heads", type=int, default=5, help="number of guesses (default: %(default)s)")
     p.add_argument("--num-layers", type=int, default=1, help="blocks of a head (default: %(default)s)")
+    p.add_argument("--memory-pool", type=int, default=1, metavar="ROWS",
+                   help="recurrent heads attend to averages of so many rows of the memory (default: 1)")  # fmt: skip
     p.add_argument(
         "--draft-vocabulary", type=int, metavar="N", help="guess only among the N most frequent tokens"
     )

@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx_medusa.errors import OptionError
 from mlx_medusa.medusa.cache import KVCache
 from mlx_medusa.medusa.rules import Rule, pick
+from mlx_medusa.models.layers import logsumexp
 
 PIECE = 512  # tokens of a prompt that are read in one pass, which bounds the memory of a long one
 
@@ -204,7 +205,9 @@ def generate(
     run: the cache then holds every token of ``state`` but the pending one.
     """
     statistics = statistics if statistics is not None else Statistics()
-    if drafter is not None:
+    if width == 1:
+        drafter = None
+    if drafter is not None and first.finish_reason is None:
         drafter.begin(memory)
     run = first
     yield run
@@ -234,6 +237,6 @@ def _append(verifier: Verifier, state: State, picks: list[int], logits: mx.array
     state.tokens += tokens
     rows = logits[: len(tokens)]
     chosen = mx.take_along_axis(rows, mx.array(tokens)[:, None], axis=-1)[:, 0]
-    logprobs = chosen - mx.logsumexp(rows, axis=-1)
+    logprobs = chosen - logsumexp(rows)
     mx.async_eval(logprobs)  # nobody waits for it, but it must let go of the logits
     return Run(tokens, logprobs, reason)

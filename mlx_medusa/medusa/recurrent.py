@@ -30,13 +30,15 @@ class RecurrentArgs:
     hidden_size: int
     attention_heads: int
     ffn_dim: int
+    memory_pool: int = 1  # so many neighbouring rows of the memory are averaged
     draft_vocabulary: int = 0  # number of tokens that it can guess; 0: all
     draft_rank: int = 0  # directions in which these are screened; 0: all are read in full
 
     @classmethod
     def from_config(cls, config: dict[str, Any], source: object) -> "RecurrentArgs":
         """Read the settings; CheckpointError if one is missing or impossible."""
-        values = {field.name: config.get(field.name, 0) for field in fields(cls)}
+        optional = {"memory_pool": 1, "draft_vocabulary": 0, "draft_rank": 0}
+        values = {field.name: config.get(field.name, optional.get(field.name)) for field in fields(cls)}
         for name, value in values.items():
             least = 0 if name.startswith("draft_") else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -102,7 +104,14 @@ class RecurrentHeads(nn.Module):
         self.layer_norm = nn.LayerNorm(dim)
 
     def attend(self, memory: mx.array) -> Memory:
-        """K and V per layer of a memory [B, S, D]: once per sequence, contiguous as attention reads them."""
+        """K and V per layer of a memory [B, S, D]: once per sequence, contiguous as attention reads them.
+
+        A guess needs to know which word comes, not where its sounds begin to 20 ms, so neighbouring rows are averaged
+        first, and every guess reads that much less.
+        """
+        if (pool := min(self.args.memory_pool, memory.shape[1])) > 1:
+            rows = memory.shape[1] // pool
+            memory = memory[:, : rows * pool].reshape(len(memory), rows, pool, -1).mean(axis=2)
         found = [layer.encoder_attn.keys_values(memory) for layer in self.layers]
         return [(mx.contiguous(keys), mx.contiguous(values)) for keys, values in found]
 
@@ -146,6 +155,7 @@ class RecurrentDrafter:
         for _ in range(min(count, self.max_drafts)):
             state = self.heads(state, self._embed(token)[None], self._memory)
             token = self.guess(self.heads.layer_norm(state)[0])
+            mx.async_eval(token)  # it is computed while the graph of the next one is built
             guesses.append(token)
         ids: list[int] = mx.concatenate(guesses).tolist()  # type: ignore[assignment]
         return ids

@@ -1,4 +1,4 @@
-"""Attention and GELU: MLX's own on a GPU, and on a CPU, in float32, the same functions from cheaper elements.
+"""Attention, GELU, log-sum-exp: MLX's own on a GPU, and on a CPU, in float32, the same functions from cheaper elements.
 
 MLX's CPU backend takes about 10 ns for an exp and 22 ns for an erf, but 3 ns for a power and 0.2 ns for a product, and
 a Whisper encoder needs millions of them: softmax in base 2 and a polynomial erf make it nearly twice as fast there.
@@ -43,6 +43,15 @@ def gelu(x: mx.array) -> mx.array:
     blocks = [x[:, start : start + rows] for start in range(0, x.shape[1], rows)]
     blocks = [0.5 * block * (1 + _erf(block * math.sqrt(0.5))) for block in blocks]
     return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=1)
+
+
+def logsumexp(x: mx.array) -> mx.array:
+    """log sum exp over the last axis of [..., V] -> [...]."""
+    if not _on_cpu(x):
+        return mx.logsumexp(x, axis=-1)
+    highest = mx.max(x, axis=-1, keepdims=True)
+    total = mx.sum(mx.power(2.0, (x - highest) * _LOG2_E), axis=-1)
+    return mx.log(total) + highest[..., 0]
 
 
 def _erf(x: mx.array) -> mx.array:

@@ -29,7 +29,12 @@ def config(options: "FitOptions", base: Any) -> dict[str, Any]:
     }
     if options.kind == "medusa":
         return common
-    return {**common, "attention_heads": base.decoder_attention_heads, "ffn_dim": base.decoder_ffn_dim}
+    return {
+        **common,
+        "attention_heads": base.decoder_attention_heads,
+        "ffn_dim": base.decoder_ffn_dim,
+        "memory_pool": options.memory_pool,
+    }
 
 
 def initialise(heads: nn.Module, model: Any) -> None:
@@ -61,7 +66,7 @@ def take(heads: nn.Module, config: dict[str, Any], source: str | Path) -> None:
         raise OptionError(f"{source}: holds no heads to start from")
     theirs, arrays = found
     for name, value in config.items():
-        if theirs.get(name) != value:
+        if name != "memory_pool" and theirs.get(name) != value:
             raise OptionError(
                 f"{source}: heads with {name} {theirs.get(name)!r}, not {value!r}, to start from"
             )
