@@ -38,7 +38,9 @@ class RecurrentArgs:
     def from_config(cls, config: dict[str, Any], source: object) -> "RecurrentArgs":
         """Read the settings; CheckpointError if one is missing or impossible."""
         optional = {"memory_pool": 1, "draft_vocabulary": 0, "draft_rank": 0}
-        values = {field.name: config.get(field.name, optional.get(field.name)) for field in fields(cls)}
+        values: dict[str, Any] = {
+            field.name: config.get(field.name, optional.get(field.name)) for field in fields(cls)
+        }
         for name, value in values.items():
             least = 0 if name.startswith("draft_") else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
