@@ -5,6 +5,7 @@ itself picks under the rules. Plain greedy decoding is the same loop with width 
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
@@ -51,7 +52,11 @@ class Drafter(Protocol):
         ...
 
     def propose(self, hidden: mx.array, pending: int, count: int) -> list[int]:
-        """Guess at most ``count`` tokens after ``pending``; ``hidden`` [1, 1, D] is the state that predicted it."""
+        """Guess at most ``count`` tokens after ``pending``.
+
+        ``hidden`` [1, n, D] are the verifier's states of all rows kept since the last call, at the first call those
+        that ``prefill`` read; the last one predicted ``pending``.
+        """
         ...
 
 
@@ -70,8 +75,9 @@ class State:
     tokens: list[int]  # prompt and decided tokens
     begin: int  # length of the prompt
     cache: KVCache
-    hidden: mx.array  # [1, W, D] of the last pass
-    at: int  # the row of ``hidden`` that predicted the pending token
+    hidden: (
+        mx.array
+    )  # [1, n, D], the rows of the last pass that were kept; the last one predicted the pending token
 
 
 @dataclass(frozen=True)
@@ -140,40 +146,52 @@ def chain_pass(verifier: Verifier, tokens: Sequence[int], cache: KVCache) -> mx.
 def prefill(
     verifier: Verifier, prompt: Sequence[int], cache: KVCache, limits: Limits, rules: Sequence[Rule] = ()
 ) -> tuple[State, Run]:
-    """Read the prompt into an empty cache and decide the first token. The same call with and without drafts.
+    """Read the prompt and decide the first token. The same call with and without drafts.
 
-    ``state.hidden`` holds the states of the whole prompt. Raises OptionError if the prompt leaves no room for a token.
+    The rows that ``cache`` holds already must be those of the first tokens of the prompt (a conversation that goes on):
+    only the others are read, and ``state.hidden`` holds the states of these. Raises OptionError if the prompt leaves no
+    room for a token.
     """
     if not 0 < len(prompt) < verifier.max_length:
         raise OptionError(f"a prompt of {len(prompt)} tokens does not fit a context of {verifier.max_length}")
+    if cache.length >= len(prompt):
+        raise ValueError(f"the cache holds {cache.length} of {len(prompt)} tokens, so none is left to read")
     pieces = []
-    for start in range(0, len(prompt), PIECE):
-        pieces.append(chain_pass(verifier, prompt[start : start + PIECE], cache))
-        mx.eval(pieces[-1])
-    hidden = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
-    picks, logits = pick(rules, [prompt], verifier.logits(hidden[0, -1:]))
-    state = State(list(prompt), len(prompt), cache, hidden, len(prompt) - 1)
+    with _undone_if_broken(cache):
+        for start in range(cache.length, len(prompt), PIECE):
+            pieces.append(chain_pass(verifier, prompt[start : start + PIECE], cache))
+            mx.eval(pieces[-1])
+        hidden = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
+        picks, logits = pick(rules, [prompt], verifier.logits(hidden[0, -1:]))
+    state = State(list(prompt), len(prompt), cache, hidden)
     return state, _append(verifier, state, picks, logits, limits)
+
+
+@contextmanager
+def _undone_if_broken(cache: KVCache) -> Iterator[None]:
+    """An error or an interrupt leaves the cache as it was."""
+    kept = cache.length
+    try:
+        yield
+    except BaseException:
+        cache.rewind(cache.length - kept)
+        raise
 
 
 def propose(drafter: Drafter | None, state: State, count: int) -> list[int]:
     """Guess up to ``count`` tokens after the pending one."""
     if drafter is None or count < 1:
         return []
-    return drafter.propose(state.hidden[:, state.at : state.at + 1], state.tokens[-1], count)
+    return drafter.propose(state.hidden, state.tokens[-1], count)
 
 
 def verify(verifier: Verifier, state: State, drafts: list[int], rules: Sequence[Rule]) -> Verdict:
     """One pass over the pending token and the drafts, each row under the rules of its own prefix."""
-    kept = state.cache.length
-    try:
+    with _undone_if_broken(state.cache):
         hidden = chain_pass(verifier, [state.tokens[-1], *drafts], state.cache)
         prefixes = [state.tokens + drafts[:row] for row in range(len(drafts) + 1)]
         picks, logits = pick(rules, prefixes, verifier.logits(hidden[0]))
         return Verdict(hidden, picks, logits)
-    except BaseException:  # an interrupt too must leave the cache as it was
-        state.cache.rewind(state.cache.length - kept)
-        raise
 
 
 def accept(verifier: Verifier, state: State, drafts: list[int], verdict: Verdict, limits: Limits) -> Run:
@@ -181,7 +199,7 @@ def accept(verifier: Verifier, state: State, drafts: list[int], verdict: Verdict
     picks = verdict.picks[: matching(drafts, verdict.picks) + 1]
     base = state.cache.length - len(verdict.picks)
     run = _append(verifier, state, picks, verdict.logits, limits)
-    state.hidden, state.at = verdict.hidden, len(run.tokens) - 1
+    state.hidden = verdict.hidden[:, : len(run.tokens)]
     state.cache.keep(base, list(range(base, base + len(run.tokens))))
     return run
 

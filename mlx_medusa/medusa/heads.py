@@ -120,7 +120,7 @@ class MedusaDrafter:
         """Nothing to keep: each guess depends on one state alone."""
 
     def propose(self, hidden: mx.array, pending: int, count: int) -> list[int]:
-        states = self.heads(hidden[0], min(count, self.max_drafts))
+        states = self.heads(hidden[0, -1:], min(count, self.max_drafts))
         tied = self.heads.args.tied
         guesses = self.guess(states[:, 0]) if tied else best(self.heads.projection(states)[:, 0])
         ids: list[int] = guesses.tolist()  # type: ignore[assignment]

@@ -141,7 +141,7 @@ class RecurrentDrafter:
 
     def propose(self, hidden: mx.array, pending: int, count: int) -> list[int]:
         """One graph for all guesses: a guess feeds the next one on the device, and the host waits once."""
-        state, token = hidden, mx.array([pending])
+        state, token = hidden[:, -1:], mx.array([pending])
         guesses = []
         for _ in range(min(count, self.max_drafts)):
             state = self.heads(state, self._embed(token)[None], self._memory)
