@@ -118,7 +118,8 @@ def chosen(kind: Any, args: argparse.Namespace, **others: Any) -> Any:
 def load(args: argparse.Namespace, **settings: Any) -> tuple[Any, Path]:
     """(transcriber, model folder)"""
     from mlx_medusa import checkpoint
-    from mlx_medusa.speech.transcriber import Transcriber, load
+    from mlx_medusa.loading import load
+    from mlx_medusa.speech.transcriber import Transcriber
     from mlx_medusa.transcribe import find_model
 
     folder = checkpoint.resolve(find_model(args.model))

@@ -87,9 +87,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Transcribe every input; the good ones are written even if others fail, and then the status is 1."""
-    from mlx_medusa.speech import transcriber as speech
+    from mlx_medusa.loading import load_speech
+    from mlx_medusa.speech.transcriber import Options
 
-    options = speech.Options(
+    options = Options(
         args.language,
         args.task,
         args.width,
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.output_dir:
         make_folder(args.output_dir)
-    transcriber = speech.load(
+    transcriber = load_speech(
         find_model(args.model), heads=args.heads, medusa=not args.no_medusa, dtype=args.dtype
     )
     options = transcriber.check(options)

@@ -10,9 +10,10 @@ import pytest
 from clips import english, librivox_texts, samples_of
 
 from mlx_medusa import load
-from mlx_medusa.demo import HEADS
+from mlx_medusa.demo import SPEECH
 from mlx_medusa.speech.tokenizer import WhisperTokenizer
 
+HEADS = SPEECH.shipped
 SHIPPED = sorted(path.name for path in HEADS.iterdir() if path.is_dir())
 
 

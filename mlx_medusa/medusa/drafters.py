@@ -14,7 +14,7 @@ from mlx_medusa.errors import CheckpointError
 from mlx_medusa.medusa.decode import Drafter
 from mlx_medusa.medusa.heads import HeadsArgs, MedusaDrafter, MedusaHeads
 from mlx_medusa.medusa.recurrent import RecurrentArgs, RecurrentDrafter, RecurrentHeads
-from mlx_medusa.medusa.vocabulary import DraftVocabulary, Guess, best, check_vocabulary
+from mlx_medusa.medusa.vocabulary import DraftVocabulary, Guess, Vocabulary, check_vocabulary
 
 
 class Base(Protocol):
@@ -115,7 +115,7 @@ def new_drafter(
     source: object = "heads",
 ) -> Drafter:
     """The drafter around loaded heads. With ``ids`` [N], and perhaps ``basis`` [D, r], it guesses among those."""
-    guess: Guess = lambda states: best(base.logits(states))  # noqa: E731 - it is one branch of a choice
+    guess: Guess = Vocabulary(base.logits)
     if ids is not None:
         rows = base.projection_rows(ids)
         guess = DraftVocabulary(ids, rows, None if basis is None else basis.astype(rows.dtype))
