@@ -45,7 +45,7 @@ def add_harvest(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--prompts", choices=("text", "stamped", "both"), default="text",
                    help="decode without timestamps, with them, or both ways (default: %(default)s)")  # fmt: skip
-    p.add_argument("--language", default="en", help="code of the spoken language (default: %(default)s)")
+    p.add_argument("--language", help="code of the language that a Whisper hears (default: en)")
     p.add_argument("--batch", type=int, default=8, help="windows decoded at once (default: %(default)s)")
     p.add_argument("--files-per-shard", type=int, default=50, help="default: %(default)s")
 
@@ -96,7 +96,7 @@ def add_evaluate(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--heads", help="file or folder of heads (default: the model's own)")
     p.add_argument("--width", type=int, help="rows of a verifier pass (default: all guesses)")
-    p.add_argument("--language", default="en", help="code of the spoken language (default: %(default)s)")
+    p.add_argument("--language", help="code of the language that a Whisper hears (default: en)")
     p.add_argument("--json", type=Path, help="also write the report there")
 
 
@@ -124,8 +124,8 @@ def load(args: argparse.Namespace, **settings: Any) -> tuple[Any, Path]:
 
     folder = checkpoint.resolve(find_model(args.model))
     transcriber = load(folder, dtype=args.dtype, **settings)
-    if not isinstance(transcriber, Transcriber):
-        raise OptionError(f"{folder}: heads are trained for Whisper models only: name one with --model")
+    if isinstance(transcriber, Transcriber) and getattr(args, "language", "en") is None:
+        args.language = "en"
     return transcriber, folder
 
 
@@ -133,8 +133,8 @@ def run_harvest(args: argparse.Namespace) -> int:
     """Decode and write; files that cannot be read are named at the end, and then the status is 1."""
     from mlx_medusa.training.harvest import HarvestOptions, harvest
 
-    options = chosen(HarvestOptions, args)
     transcriber, folder = load(args, medusa=False)
+    options = chosen(HarvestOptions, args)
     errors = harvest(transcriber, folder, args.audio, args.output, options, progress=True)
     return name_errors(errors)
 

@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 from mlx_medusa import checkpoint
 from mlx_medusa.errors import OptionError
 from mlx_medusa.medusa.recurrent import RecurrentHeads
+from mlx_medusa.models.whisper import Model as Whisper
 
 if TYPE_CHECKING:
     from mlx_medusa.training.fit import FitOptions
@@ -24,7 +25,7 @@ def config(options: "FitOptions", base: Any) -> dict[str, Any]:
         "type": options.kind,
         "num_heads": options.num_heads,
         "num_layers": options.num_layers,
-        "hidden_size": base.d_model,
+        "hidden_size": base.hidden_size,
         "tied": True,
     }
     if options.kind == "medusa":
@@ -40,12 +41,21 @@ def config(options: "FitOptions", base: Any) -> dict[str, Any]:
 def initialise(heads: nn.Module, model: Any) -> None:
     """First weights. Plain heads start as the identity, as Medusa's own trainer has it; recurrent ones from the base.
 
-    Each recurrent layer is the cross-attention and the MLP of one of the base's last decoder layers. What is joined
+    Each recurrent layer is the cross-attention and the MLP of one of a Whisper's last decoder layers. What is joined
     starts as the state, at about the size that those layers are used to, with a little of the token: from a random
     matrix, which hides the state, training needs several times as long.
     """
     if not isinstance(heads, RecurrentHeads):
         return  # StackedLinear is made of zeros
+    weights = _from_whisper(heads, model) if isinstance(model, Whisper) else _from_gemma(model)
+    same = mx.eye(heads.args.hidden_size)
+    both = mx.concatenate([_STATE * same, _TOKEN * same], axis=1)
+    weights["joint.weight"] = both + _NOISE * heads.joint.weight
+    heads.load_weights(list(weights.items()), strict=False)
+
+
+def _from_whisper(heads: RecurrentHeads, model: Whisper) -> dict[str, mx.array]:
+    """Layers and last norm of the decoder."""
     decoder = model.model.decoder
     weights: dict[str, mx.array] = {}
     for index, source in enumerate(decoder.layers[-len(heads.layers) :]):
@@ -53,10 +63,12 @@ def initialise(heads: nn.Module, model: Any) -> None:
         own: Any = tree_flatten(heads.layers[index].parameters())
         weights |= {f"layers.{index}.{name}": theirs[name] for name, _ in own}
     weights |= {f"layer_norm.{name}": array for name, array in _parameters(decoder.layer_norm).items()}
-    same = mx.eye(heads.args.hidden_size)
-    both = mx.concatenate([_STATE * same, _TOKEN * same], axis=1)
-    weights["joint.weight"] = both + _NOISE * heads.joint.weight
-    heads.load_weights(list(weights.items()), strict=False)
+    return weights
+
+
+def _from_gemma(model: Any) -> dict[str, mx.array]:
+    """MERaLiON's decoder has no cross-attention to start from: its last norm only, whose weights are kept less 1."""
+    return {"layer_norm.weight": 1 + model.text_decoder.model.norm.weight.astype(mx.float32)}
 
 
 def take(heads: nn.Module, config: dict[str, Any], source: str | Path) -> None:
