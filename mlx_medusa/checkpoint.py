@@ -395,7 +395,7 @@ def _causal_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     dim, ffn_dim, size = (int(config[name]) for name in ("hidden_size", "ffn_dim", "head_dim"))
     inner, shared = int(config["attention_heads"]) * size, int(config["key_value_heads"]) * size
     shapes: dict[str, tuple[int, ...]] = {"joint": (dim, 2 * dim)}
-    shapes |= {name: (dim,) for name in ("state_norm", "token_norm", "norm")}
+    shapes |= dict.fromkeys(("state_norm", "token_norm", "norm"), (dim,))
     for layer in range(int(config["num_layers"])):
         prefix = f"layers.{layer}"
         rows = {"q": inner, "k": shared, "v": shared}
