@@ -141,7 +141,9 @@ class NoRepeatNGram:
         shared, size = np.asarray(shortest), len(shortest)  # the rows of a pass go on from it
         banned = [
             self._banned(
-                np.concatenate([shared, prefix[size:]]) if prefix[:size] == shortest else np.asarray(prefix)
+                np.concatenate([shared, np.asarray(prefix[size:], shared.dtype)])
+                if prefix[:size] == shortest
+                else np.asarray(prefix)
             )
             for prefix in prefixes
         ]
