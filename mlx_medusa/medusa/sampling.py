@@ -16,6 +16,7 @@ al. 2023, arxiv.org/abs/2305.09781).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import pairwise
 
 import mlx.core as mx
@@ -24,6 +25,12 @@ import numpy as np
 from mlx_medusa.errors import MedusaError, OptionError
 from mlx_medusa.medusa.trees import Draft
 from mlx_medusa.mlx_lm_parts import part
+
+
+def uniform(seed: int, position: int) -> float:
+    """The random number u of a position, 0 < u <= 1 in steps of 2**-53; a hash, so the same on every machine."""
+    digest = blake2b(f"{seed} {position}".encode(), digest_size=8).digest()
+    return ((int.from_bytes(digest, "little") >> 11) + 1) * 2.0**-53
 
 
 @dataclass(frozen=True)
@@ -81,13 +88,8 @@ class Sampler:
         sums = np.cumsum(probabilities, axis=-1)
         if not np.isfinite(sums[:, -1]).all():
             raise MedusaError("the model computes numbers that are not finite: use --dtype float32")
-        u = {
-            position: 1 - np.random.default_rng([self.seed, position]).random() for position in set(positions)
-        }
-        return [
-            int(np.searchsorted(row, row[-1] * u[position]))
-            for row, position in zip(sums, positions, strict=True)
-        ]
+        numbers = [uniform(self.seed, position) for position in positions]
+        return [int(row.searchsorted(row[-1] * u)) for row, u in zip(sums, numbers, strict=True)]
 
 
 @dataclass(frozen=True)
