@@ -26,12 +26,22 @@ class MedusaStatistics:
     decode_seconds: float
     draft_seconds: float = 0.0
 
+    def line(self) -> str:
+        """One line for ``--stats``."""
+        rate = self.tokens / self.decode_seconds if self.decode_seconds else 0.0
+        heads = " ".join(f"{count / max(self.rounds, 1):.0%}" for count in self.accepted_per_head)
+        how = f"accepted per head: {heads}" if heads else "plain decoding, no heads"
+        return (
+            f"{self.tokens} tokens in {self.rounds} passes of width {self.width} ({rate:.0f} tokens/s), "
+            f"{self.tokens_per_verify:.2f} tokens per verify, {how}"
+        )
+
 
 def medusa_statistics(
-    counts: Statistics, width: int, encode_seconds: float, decode_seconds: float
+    counts: Statistics, depth: int, width: int, encode_seconds: float, decode_seconds: float
 ) -> MedusaStatistics:
-    """The counts of a decode loop of ``width`` rows, with its times."""
-    heads = counts.accepted_per_head + [0] * (width - 1 - len(counts.accepted_per_head))
+    """The counts of a decode loop that guesses ``depth`` tokens ahead in passes of ``width`` rows, with its times."""
+    heads = counts.accepted_per_head + [0] * (depth - len(counts.accepted_per_head))
     return MedusaStatistics(
         tokens=counts.tokens,
         rounds=counts.rounds,

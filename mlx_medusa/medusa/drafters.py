@@ -11,6 +11,7 @@ from mlx.utils import tree_map
 
 from mlx_medusa import checkpoint
 from mlx_medusa.errors import CheckpointError
+from mlx_medusa.medusa.causal import CausalArgs, CausalDrafter, CausalHeads
 from mlx_medusa.medusa.decode import Drafter
 from mlx_medusa.medusa.heads import HeadsArgs, MedusaDrafter, MedusaHeads
 from mlx_medusa.medusa.recurrent import RecurrentArgs, RecurrentDrafter, RecurrentHeads
@@ -48,6 +49,9 @@ KINDS = {  # ``type`` of the medusa config -> kind
         RecurrentArgs,
         RecurrentHeads,
         lambda heads, base, guess: RecurrentDrafter(heads, base.embed, guess),
+    ),
+    "causal": Kind(
+        CausalArgs, CausalHeads, lambda heads, base, guess: CausalDrafter(heads, base.embed, guess)
     ),
 }
 

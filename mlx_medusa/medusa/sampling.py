@@ -8,14 +8,15 @@ distribution nor, for a given seed, the text (but for rounding, as in greedy dec
 
 Nothing is lost in speed. Of the guesses x1, x2, ... at one place, which are no draws but fixed by what came before,
 x1 is kept with probability p(x1), and one of them with p(x1) + p(x2) + ... Speculative sampling with a draft
-distribution that is one point keeps x with min(1, p(x) / 1) = p(x) (Leviathan et al. 2023, arxiv.org/abs/2211.17192,
-theorem 3.5). Its form for several guesses, which removes a rejected one from p and scales the rest up before it tries
-the next, keeps one of them with p(x1) + (1 - p(x1)) p(x2) / (1 - p(x1)) + ..., the same sum (SpecInfer, Miao et al. 2023,
-arxiv.org/abs/2305.09781, section 4.3).
+distribution that is one point keeps x with min(1, p(x) / 1) = p(x) (Leviathan et al. 2023, arxiv.org/abs/2211.17192).
+Its form for several guesses, which removes a rejected one from p and scales the rest up before it tries the next, keeps
+one of them with p(x1) + (1 - p(x1)) p(x2) / (1 - p(x1)) + ..., the same sum (multi-step speculative sampling, Miao et
+al. 2023, arxiv.org/abs/2305.09781).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import pairwise
 
 import mlx.core as mx
@@ -23,6 +24,13 @@ import numpy as np
 
 from mlx_medusa.errors import MedusaError, OptionError
 from mlx_medusa.medusa.trees import Draft
+from mlx_medusa.mlx_lm_parts import part
+
+
+def uniform(seed: int, position: int) -> float:
+    """The random number u of a position, 0 < u <= 1 in steps of 2**-53; a hash, so the same on every machine."""
+    digest = blake2b(f"{seed} {position}".encode(), digest_size=8).digest()
+    return ((int.from_bytes(digest, "little") >> 11) + 1) * 2.0**-53
 
 
 @dataclass(frozen=True)
@@ -65,15 +73,14 @@ class Sampler:
         return np.asarray(mx.softmax(logits * (1 / self.temperature), axis=-1), dtype=np.float64)
 
     def _filtered(self, logits: mx.array) -> mx.array:
-        from mlx_lm import sample_utils  # costs a second, which greedy decoding need not wait
-
+        filters = part("sample_utils")
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         if 0 < self.top_p < 1:
-            logprobs = sample_utils.apply_top_p(logprobs, self.top_p)
+            logprobs = filters.apply_top_p(logprobs, self.top_p)
         if self.min_p:
-            logprobs = sample_utils.apply_min_p(logprobs, self.min_p)
+            logprobs = filters.apply_min_p(logprobs, self.min_p)
         if 0 < self.top_k < logprobs.shape[-1]:
-            logprobs = sample_utils.apply_top_k(logprobs, self.top_k)
+            logprobs = filters.apply_top_k(logprobs, self.top_k)
         return logprobs
 
     def _draw(self, positions: Sequence[int], probabilities: np.ndarray) -> list[int]:
@@ -81,8 +88,8 @@ class Sampler:
         sums = np.cumsum(probabilities, axis=-1)
         if not np.isfinite(sums[:, -1]).all():
             raise MedusaError("the model computes numbers that are not finite: use --dtype float32")
-        numbers = (1 - np.random.default_rng([self.seed, position]).random() for position in positions)
-        return [int(np.searchsorted(row, row[-1] * u)) for row, u in zip(sums, numbers, strict=True)]
+        numbers = [uniform(self.seed, position) for position in positions]
+        return [int(row.searchsorted(row[-1] * u)) for row, u in zip(sums, numbers, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_medusa.errors import CheckpointError
+from mlx_medusa.mlx_lm_parts import part
 from mlx_medusa.models.base import BaseModelArgs
 from mlx_medusa.models.layers import attention, rows, turn
 
@@ -125,7 +125,7 @@ class Attention(nn.Module):
         scaling = args.rope_scaling
         if scaling.get("rope_type") == "dynamic":
             scaling = {}  # it changes nothing up to max_position_embeddings, where a sequence ends
-        self.rope = initialize_rope(
+        self.rope = part("models.rope_utils").initialize_rope(
             args.head_dim,
             args.rope_theta,
             args.rope_traditional,

@@ -15,6 +15,7 @@ from mlx_medusa.errors import MedusaError, OptionError
 from mlx_medusa.medusa.cache import KVCache
 from mlx_medusa.medusa.decode import Drafter, Limits, Statistics, generate, prefill
 from mlx_medusa.medusa.rules import Rule, Suppress, SuppressAtBegin, Timestamps
+from mlx_medusa.medusa.width import check_width
 from mlx_medusa.results import medusa_statistics
 from mlx_medusa.speech import tasks
 from mlx_medusa.speech.languages import language_code
@@ -144,7 +145,11 @@ class Transcriber:
         args = self.model.args
         if options.task == "translate" and (args.encoder_layers, args.decoder_layers) == (32, 4):
             logger.warning("whisper-large-v3-turbo was not trained to translate: its text may not be English")
-        return replace(options, language=language, width=check_width(options, self.drafter))
+        return replace(
+            options,
+            language=language,
+            width=check_width(options.width, self.drafter if options.medusa else None),
+        )
 
     def _window(self, window: Window, options: Options, session: Session) -> None:
         """Transcribe one window, adding to ``session``."""
@@ -235,16 +240,6 @@ class Transcriber:
         return rules
 
 
-def check_width(options: Options, drafter: Drafter | None) -> int:
-    """The width of a pass with this drafter; OptionError if it cannot guess so many."""
-    most = 1 + (drafter.max_drafts if drafter and options.medusa else 0)
-    width = options.width or most
-    if width > most:
-        cure = "convert with --heads" if most == 1 else "use fewer rows"
-        raise OptionError(f"width {width} needs {width - 1} heads, and there are {most - 1}: {cure}")
-    return width
-
-
 def decode(
     model: Any,
     prompt: list[int],
@@ -283,12 +278,13 @@ def decode(
 
 def result(session: Session, options: Options) -> Transcription:
     """What a session has come to."""
+    width = options.width or 1
     return Transcription(
         text="".join(segment.text for segment in session.segments),
         language=session.language or "en",
         segments=session.segments,
         medusa=medusa_statistics(
-            session.statistics, options.width or 1, session.encode_seconds, session.decode_seconds
+            session.statistics, width - 1, width, session.encode_seconds, session.decode_seconds
         ),
         duration=session.samples / SAMPLE_RATE,
     )

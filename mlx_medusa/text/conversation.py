@@ -1,6 +1,6 @@
 """A chat that keeps its K/V cache: each turn reads only what is new."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,7 @@ class Conversation:
         self._cache = KVCache(self.generator.model.num_layers)
         self._tokens: list[int] = []  # what the cache holds
 
-    def ask(self, question: str, **overrides: Any) -> Iterator[TextPiece]:
+    def ask(self, question: str, **overrides: Any) -> Generator[TextPiece, None, None]:
         """Read a question, and return its answer piece by piece; ``overrides`` are fields of ``TextOptions``.
 
         An answer that is left early or interrupted stays in the conversation as far as it was given. OptionError for a

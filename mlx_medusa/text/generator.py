@@ -57,13 +57,9 @@ class TextGenerator:
         return self.tokenizer.chat(prompt)  # type: ignore[arg-type]
 
     def check(self, options: TextOptions) -> TextOptions:
-        """The options as they apply to this model: width a number. OptionError if they cannot."""
-        most = 1 + (self.drafter.max_drafts if self.drafter and options.medusa else 0)
-        width = options.width or most
-        if width > most:
-            cure = "convert with --heads" if most == 1 else "use fewer rows"
-            raise OptionError(f"width {width} needs {width - 1} heads, and there are {most - 1}: {cure}")
-        return replace(options, width=width)
+        """The options as they apply to this model, with a seed where tokens are drawn. OptionError if they cannot."""
+        options.shape(self.drafter)
+        return options.seeded()
 
 
 class Writing:
@@ -74,44 +70,52 @@ class Writing:
     """
 
     def __init__(self, generator: TextGenerator, prompt: list[int], cache: KVCache, options: TextOptions):
-        self._generator, self._options = generator, options
-        self._text = generator.tokenizer.detokenizer()
+        self._model, self._options = generator.model, options
+        self._drafter = generator.drafter if options.medusa else None
+        self._tree = options.shape(self._drafter)
+        self._rules, self._sampler = options.rules(), options.sampler()
         self._limits = Limits(generator.tokenizer.stops, options.max_tokens)
+        self._text = generator.tokenizer.detokenizer()
         self._statistics = Statistics()
         self._prompt_tokens, self._cached_tokens = len(prompt), cache.length
         start = perf_counter()
-        self.state, self._first = prefill(generator.model, prompt, cache, self._limits)
+        self.state, self._first = prefill(
+            self._model, prompt, cache, self._limits, self._rules, self._sampler
+        )
         self._prompt_seconds, self._seconds = perf_counter() - start, 0.0
 
     def __iter__(self) -> Iterator[TextPiece]:
         """Yield pieces until one has a finish reason. Raises MedusaError where the numbers are not finite."""
-        generator, options = self._generator, self._options
         runs = generate(
-            generator.model, self.state, self._first, self._limits,
-            drafter=generator.drafter if options.medusa else None, width=options.width or 1,
-            statistics=self._statistics,
+            self._model, self.state, self._first, self._limits, rules=self._rules, drafter=self._drafter,
+            tree=self._tree, sampler=self._sampler, statistics=self._statistics,
         )  # fmt: skip
         start = perf_counter()
         for run in runs:
-            piece = self._piece(run)
+            if not mx.isfinite(run.logprobs).all():
+                raise MedusaError(
+                    "the model computes numbers that are not finite: convert it again, or use --dtype float32"
+                )
+            text = self._text.add(run.tokens)
             self._seconds += perf_counter() - start
-            yield piece
+            yield self._piece(text, run)
             start = perf_counter()
 
-    def _piece(self, run: Run) -> TextPiece:
-        if not mx.isfinite(run.logprobs).all():
-            raise MedusaError(
-                "the model computes numbers that are not finite: convert it again, or use --dtype float32"
-            )
+    def _piece(self, text: str, run: Run) -> TextPiece:
         return TextPiece(
-            text=self._text.add(run.tokens),
+            text=text,
             tokens=run.tokens,
             finish_reason=run.finish_reason,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             generation_tokens=len(self.state.tokens) - self.state.begin,
+            seed=self._options.seed if self._sampler else None,
             medusa=medusa_statistics(
-                self._statistics, self._options.width or 1, self._prompt_seconds, self._seconds
+                self._statistics,
+                self._tree.depth,
+                1 + len(self._tree.paths),
+                self._prompt_seconds,
+                self._seconds,
             ),
         )
 
@@ -125,6 +129,7 @@ def whole(pieces: Sequence[TextPiece]) -> TextResult:
         finish_reason=last.finish_reason or "",
         prompt_tokens=last.prompt_tokens,
         cached_tokens=last.cached_tokens,
+        seed=last.seed,
         prompt_tps=last.prompt_tps,
         generation_tps=last.generation_tps,
         medusa=last.medusa,

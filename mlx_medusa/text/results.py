@@ -21,6 +21,7 @@ class TextPiece:
     prompt_tokens: int  # of the prompt
     cached_tokens: int  # of them, what the K/V cache held already: these were not read anew
     generation_tokens: int  # written so far
+    seed: int | None  # with which the same text is drawn again; None for greedy decoding
     medusa: MedusaStatistics  # so far
 
     @property
@@ -43,6 +44,7 @@ class TextResult:
     finish_reason: str
     prompt_tokens: int
     cached_tokens: int
+    seed: int | None
     prompt_tps: float
     generation_tps: float
     medusa: MedusaStatistics

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from mlx_medusa.errors import OptionError
 from mlx_medusa.medusa.cache import KVCache
-from mlx_medusa.medusa.decode import Limits, Verifier
+from mlx_medusa.medusa.decode import Limits
 from mlx_medusa.medusa.rules import pick
 from mlx_medusa.shards import ShardWriter
 from mlx_medusa.training.harvest import commit, open_index
@@ -79,7 +79,7 @@ def digest(tokens: Sequence[int]) -> str:
 
 
 def harvest_text(
-    verifier: Verifier,
+    verifier: Any,
     encode: Encode,
     eos: Sequence[int],
     settings: dict[str, Any],
@@ -120,7 +120,7 @@ def harvest_text(
 
 
 def _write_shard(
-    verifier: Verifier,
+    verifier: Any,
     prompts: dict[str, list[int]],
     folder: Path,
     index: dict[str, Any],
@@ -130,7 +130,7 @@ def _write_shard(
     """Answer the prompts of one shard and put it, whole, into the index."""
     name = f"shard-{index['shards']:05}"
     writer = ShardWriter(folder, name, header_bytes=_HEADER_BYTES, shard_bytes=1 << 62)
-    entries = []
+    entries: list[dict[str, Any]] = []
     for members in _groups(prompts, batch):
         answers = greedy_batch(verifier, [prompts[member] for member in members], limits)
         for member, (tokens, prompt, hidden) in zip(members, answers, strict=True):
@@ -157,7 +157,7 @@ def _groups(prompts: dict[str, list[int]], batch: int) -> Iterator[list[str]]:
 
 
 def greedy_batch(
-    verifier: Verifier, prompts: Sequence[Sequence[int]], limits: Limits
+    verifier: Any, prompts: Sequence[Sequence[int]], limits: Limits
 ) -> list[tuple[list[int], mx.array, mx.array]]:
     """Plain greedy decoding of B prompts at once.
 
@@ -201,7 +201,7 @@ def _ended(tokens: list[int], limits: Limits) -> bool:
     return bool(tokens) and tokens[-1] in limits.eos
 
 
-def _pass(verifier: Verifier, tokens: mx.array, pads: np.ndarray, cache: KVCache) -> mx.array:
+def _pass(verifier: Any, tokens: mx.array, pads: np.ndarray, cache: KVCache) -> mx.array:
     """One pass over tokens [B, W] of sequences that begin with ``pads`` [B] rows of padding: hidden [B, W, D]."""
     start, width = cache.length, tokens.shape[1]
     rows = mx.arange(start, start + width)
