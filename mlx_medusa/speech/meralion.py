@@ -114,12 +114,18 @@ class MeralionTranscriber:
         session.encode_seconds += middle - start
         session.decode_seconds += perf_counter() - middle
 
-    def _decode(self, part: Window, rows: mx.array, options: Options, session: Session) -> Segment:
-        prompt, begin = self.tokenizer.prompt(self.instruction(options), rows.shape[1])
+    def prepare(
+        self, rows: mx.array, instruction: str, max_tokens: int | None = None
+    ) -> tuple[list[int], KVCache, Limits, list[Rule]]:
+        """What decoding needs for an instruction about ``rows`` [1, N, D]: prompt, cache, where it ends, rules."""
+        prompt, begin = self.tokenizer.prompt(instruction, rows.shape[1])
         chunks = -(-rows.shape[1] // self.model.args.rows_per_chunk)
-        limits = Limits(self.tokenizer.stops, options.max_tokens or TOKENS_PER_CHUNK * chunks)
+        limits = Limits(self.tokenizer.stops, max_tokens or TOKENS_PER_CHUNK * chunks)
         rules: list[Rule] = [NoRepeatNGram(self.tokenizer.no_repeat)] if self.tokenizer.no_repeat else []
-        cache = KVCache(self.model.num_layers, Speech(rows, begin))
+        return prompt, KVCache(self.model.num_layers, Speech(rows, begin)), limits, rules
+
+    def _decode(self, part: Window, rows: mx.array, options: Options, session: Session) -> Segment:
+        prompt, cache, limits, rules = self.prepare(rows, self.instruction(options), options.max_tokens)
         drafter = self.drafter if options.medusa else None
         start = part.start / SAMPLE_RATE
         _, written, logprobs = decode(
