@@ -120,8 +120,10 @@ class MedusaDrafter:
         """Nothing to keep: each guess depends on one state alone."""
 
     def propose(self, hidden: mx.array, pending: int, count: int) -> list[int]:
-        states = self.heads(hidden[0], min(count, self.max_drafts))
-        tied = self.heads.args.tied
-        guesses = self.guess(states[:, 0]) if tied else best(self.heads.projection(states)[:, 0])
-        ids: list[int] = guesses.tolist()  # type: ignore[assignment]
+        ids: list[int] = self.guesses(hidden, min(count, self.max_drafts)).tolist()  # type: ignore[assignment]
         return ids
+
+    def guesses(self, hidden: mx.array, count: int) -> mx.array:
+        """State [1, 1, D] -> ids [count], lazily."""
+        states = self.heads(hidden[0], count)
+        return self.guess(states[:, 0]) if self.heads.args.tied else best(self.heads.projection(states)[:, 0])

@@ -140,12 +140,18 @@ class RecurrentDrafter:
         mx.eval(self._memory)
 
     def propose(self, hidden: mx.array, pending: int, count: int) -> list[int]:
-        """One graph for all guesses: a guess feeds the next one on the device, and the host waits once."""
-        state, token = hidden, mx.array([pending])
-        guesses = []
-        for _ in range(min(count, self.max_drafts)):
-            state = self.heads(state, self._embed(token)[None], self._memory)
+        count = min(count, self.max_drafts)
+        ids: list[int] = self.guesses(hidden, mx.array([pending]), self._memory, count).tolist()  # type: ignore[assignment]
+        return ids
+
+    def guesses(self, hidden: mx.array, token: mx.array, memory: Memory, count: int) -> mx.array:
+        """State [1, 1, D] and pending token [1] -> ids [count], lazily.
+
+        One graph for all guesses: a guess feeds the next one on the device, and the host waits once.
+        """
+        state, guesses = hidden, []
+        for _ in range(count):
+            state = self.heads(state, self._embed(token)[None], memory)
             token = self.guess(self.heads.layer_norm(state)[0])
             guesses.append(token)
-        ids: list[int] = mx.concatenate(guesses).tolist()  # type: ignore[assignment]
-        return ids
+        return mx.concatenate(guesses)
