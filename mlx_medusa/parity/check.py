@@ -153,7 +153,8 @@ def _drift(found: Decoded, entry: Entry, count: int) -> float:
     """The largest difference of the margins and log probabilities of the first ``count`` tokens."""
     ours = [*found.margins[:count], *found.logprobs[:count]]
     theirs = [*entry.margins[:count], *entry.logprobs[:count]]
-    return max((_apart(a, b) for a, b in zip(ours, theirs, strict=True)), default=0.0)
+    apart = [_apart(a, b) for a, b in zip(ours, theirs, strict=True)]
+    return math.nan if any(map(math.isnan, apart)) else max(apart, default=0.0)
 
 
 def _apart(a: float, b: float) -> float:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
+from mlx_medusa.audio import ENDINGS, SAMPLE_RATE
 from mlx_medusa.errors import OptionError
 from mlx_medusa.parity.records import hash_samples, hash_text
 
 SECONDS = {"whisper": 30, "meralion2": 300}  # model_type -> the longest audio that it hears as one
-SAMPLE_RATE = 16_000
+PROMPT_ENDINGS = (".txt", ".jsonl")
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,16 @@ def read_inputs(paths: Iterable[str], family: str) -> Iterator[Input]:
 
     AudioError or OptionError for a file that cannot be read.
     """
-    for path in _files(paths):
-        yield from _windows(path, SECONDS[family]) if family in SECONDS else _prompts(path)
+    hears = family in SECONDS
+    for path in _files(paths, ENDINGS if hears else PROMPT_ENDINGS):
+        yield from _windows(path, SECONDS[family]) if hears else _prompts(path)
 
 
-def _files(paths: Iterable[str]) -> Iterator[Path]:
-    for name in paths:
-        path = Path(name)
+def _files(paths: Iterable[str], endings: tuple[str, ...]) -> Iterator[Path]:
+    """The files, and of folders those with these endings."""
+    for path in map(Path, paths):
         if path.is_dir():
-            yield from sorted(
-                file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")
-            )
+            yield from (file for file in sorted(path.rglob("*")) if file.suffix.lower() in endings)
         else:
             yield path
 

@@ -2,14 +2,17 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from mlx_medusa.parity.inputs import Input
 from mlx_medusa.parity.records import Asked, Entry, Head
-from mlx_medusa.reference.decode import Reference
 from mlx_medusa.reference.folder import Folder
 
+if TYPE_CHECKING:
+    from mlx_medusa.reference.decode import Reference
 
-def head_of(reference: Reference, folder: Folder, *, name: str, width: int, heads: str | None) -> Head:
+
+def head_of(reference: "Reference", folder: Folder, *, name: str, width: int, heads: str | None) -> Head:
     """What is run; ``heads`` is the SHA-256 of the heads' file, if they are used."""
     return Head(
         family=str(folder.config["model_type"]),
@@ -23,7 +26,7 @@ def head_of(reference: Reference, folder: Folder, *, name: str, width: int, head
 
 
 def record(
-    reference: Reference, inputs: Iterable[tuple[Input, Sequence[Asked]]], *, width: int = 1
+    reference: "Reference", inputs: Iterable[tuple[Input, Sequence[Asked]]], *, width: int = 1
 ) -> Iterator[Entry]:
     """An entry for each input and each thing asked of it.
 
