@@ -41,7 +41,7 @@ __all__ = [
     "load",
 ]
 
-blas.preload()  # before anything below imports mlx
+blas.preload_with_mlx()
 
 _HOME = {
     "Conversation": "text.conversation",

@@ -2,16 +2,36 @@
 
 The Linux wheel of MLX links the reference BLAS, which multiplies float32 matrices at about 2 GFLOP/s
 and makes a pass over five rows cost five times one row, so that speculation cannot pay. An OpenBLAS that is
-in the global symbol namespace before MLX is loaded takes its place.
+in the global symbol namespace before MLX is loaded takes its place. It is put there when MLX is first imported, and not
+before: PyTorch, which has a BLAS of its own, would take it too and be slower with it.
 """
 
 import ctypes
+import importlib.abc
 import os
 import sys
+from typing import Any
 
 SWITCH = "MLX_MEDUSA_OPENBLAS"  # "0" turns the preload off; a path names the library to load
 _LIBRARY = "libopenblas.so.0"
 _notice: str | None = None
+
+
+class _BeforeMLX(importlib.abc.MetaPathFinder):
+    """Finds no module; being asked for MLX, it loads OpenBLAS."""
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        if name == "mlx.core":
+            sys.meta_path.remove(self)
+            preload()
+
+
+def preload_with_mlx() -> None:
+    """Call ``preload`` just before MLX is imported for the first time."""
+    if "mlx.core" in sys.modules:
+        preload()  # too late, which it notes
+    else:
+        sys.meta_path.insert(0, _BeforeMLX())
 
 
 def preload() -> bool:

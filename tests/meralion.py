@@ -1,4 +1,4 @@
-"""Random small MERaLiON-2 models in PyTorch, from transformers' parts and an adapter written from the published facts.
+"""Random small MERaLiON-2 models: the oracle's, of transformers' parts and an adapter from the published facts.
 
 ``pair`` gives one and ours with the same weights, float32.
 """
@@ -10,74 +10,15 @@ import mlx.core as mx
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from torch import nn
-from transformers import Gemma2Config, Gemma2ForCausalLM, WhisperConfig
-from transformers.models.whisper.modeling_whisper import WhisperEncoder
+from transformers import Gemma2Config, WhisperConfig
 
 from mlx_medusa import checkpoint, models
 from mlx_medusa.models.meralion2 import Speech
+from mlx_medusa.reference.meralion2 import Meralion2
 
 torch.set_num_threads(1)  # models this small are slower on more
 
 FACTOR = 5  # encoder frames that become one row of speech
-
-
-class Adapter(nn.Module):
-    def __init__(self, kind, dim, out, factor):
-        super().__init__()
-        inner = dim if kind == "v1" else 5 * dim
-        self.kind, self.factor = kind, factor
-        self.mlp_adapter = nn.Sequential(nn.Linear(dim * factor, inner), nn.SiLU())
-        if kind == "v1":
-            self.speech_llm_proj = nn.Sequential(
-                nn.Linear(dim, 4 * dim), nn.SiLU(), nn.Dropout(0.1), nn.Linear(4 * dim, out)
-            )
-            return
-        if kind == "gated":
-            self.gate_proj, self.pool_proj = nn.Linear(inner, inner), nn.Linear(inner, inner)
-        self.out_proj = nn.Linear(inner, out)
-
-    def forward(self, frames):
-        batch, length, dim = frames.shape
-        x = self.mlp_adapter(frames.reshape(batch, length // self.factor, dim * self.factor))
-        if self.kind == "v1":
-            return self.speech_llm_proj(x)
-        if self.kind == "gated":
-            x = nn.functional.silu(self.gate_proj(x)) * self.pool_proj(x)
-        return self.out_proj(x)
-
-
-class Reference(nn.Module):
-    """Names as in a checkpoint."""
-
-    def __init__(self, speech, text, kind, speech_token, factor=FACTOR):
-        super().__init__()
-        self.speech_encoder = WhisperEncoder(speech)
-        self.ln_speech = nn.LayerNorm(speech.d_model)
-        self.speech_audio_adapter = Adapter(kind, speech.d_model, text.hidden_size, factor)
-        self.text_decoder = Gemma2ForCausalLM(text)
-        self.speech_token = speech_token
-
-    def rows(self, mel):
-        """[C, mels, frames] -> rows of speech [C * n, D]"""
-        encoded = self.speech_encoder(mel).last_hidden_state
-        return self.speech_audio_adapter(self.ln_speech(encoded)).flatten(0, 1)
-
-    def forward(self, tokens, rows):
-        """(last hidden states [W, D], logits [W, V]) of one pass over all tokens"""
-        decoder = self.text_decoder
-        ids = torch.tensor([tokens])
-        embedded = nn.functional.embedding(ids, decoder.model.embed_tokens.weight)
-        if rows is not None:
-            spoken = (ids == self.speech_token)[..., None].expand_as(embedded).clone()
-            spoken[:, rows.shape[0] + tokens.index(self.speech_token) :] = False  # written, not heard
-            embedded = embedded.masked_scatter(spoken, rows)
-        if hasattr(
-            decoder.model.embed_tokens, "embed_scale"
-        ):  # transformers 5: the embedding scales, not the model
-            embedded = embedded * decoder.config.hidden_size**0.5
-        out = decoder(inputs_embeds=embedded, output_hidden_states=True, use_cache=False)
-        return out.hidden_states[-1][0], out.logits[0]
 
 
 def configs(seed):
@@ -104,10 +45,10 @@ def configs(seed):
 
 
 def pair(seed):
-    """(Reference, ours)"""
+    """(the oracle's model, ours)"""
     speech, text, kind = configs(seed)
     torch.manual_seed(seed)
-    theirs = Reference(speech, text, kind, text.vocab_size - 1).eval()
+    theirs = Meralion2(speech, text, kind, text.vocab_size - 1, FACTOR).eval()
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             if "embed_positions" not in name:
@@ -171,7 +112,7 @@ def small_reference(seed=0, *, tied=True, kind="gated", dtype=torch.float32):
         attn_implementation="eager",
     )  # fmt: skip
     torch.manual_seed(seed)
-    model = Reference(speech, text, kind, 383, factor=15).eval()
+    model = Meralion2(speech, text, kind, 383, 15).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "embed_positions" not in name:

@@ -28,14 +28,17 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @linux_only
-def test_importing_the_package_puts_openblas_in_place() -> None:
+def test_openblas_comes_into_place_with_mlx_and_not_before() -> None:
     done = run(
-        "import mlx_medusa\n" + LOADED + "import mlx.core as mx\n"
-        "a = mx.arange(6.0).reshape(2, 3)\n"
+        "import mlx_medusa\n"
+        + LOADED
+        + "import mlx.core as mx\n"
+        + LOADED
+        + "a = mx.arange(6.0).reshape(2, 3)\n"
         "print((a @ a.T).tolist())\n"
         "from mlx_medusa import blas; blas.print_notice()"
     )
-    assert done.stdout.splitlines() == ["True", "[[5.0, 14.0], [14.0, 50.0]]"]
+    assert done.stdout.splitlines() == ["False", "True", "[[5.0, 14.0], [14.0, 50.0]]"]
     assert done.stderr == ""
 
 
@@ -55,7 +58,7 @@ def test_mlx_multiplies_with_it(switch: dict[str, str], library: str) -> None:
 @linux_only
 def test_the_switch_turns_it_off_without_a_word() -> None:
     done = run(
-        "import mlx_medusa\n" + LOADED + "from mlx_medusa import blas; blas.print_notice()",
+        "import mlx_medusa, mlx.core\n" + LOADED + "from mlx_medusa import blas; blas.print_notice()",
         MLX_MEDUSA_OPENBLAS="0",
     )
     assert done.stdout == "False\n"

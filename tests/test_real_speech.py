@@ -83,7 +83,7 @@ class OneWindow:
         self.cache = transcriber._cache(self.encoded)
 
     def detect(self):
-        return self.transcriber._detect(self.cache)
+        return self.transcriber.detect(self.cache)
 
     def tokens(self, language, task):
         self.cache.rewind(self.cache.length)

@@ -4,9 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 SAMPLE_RATE = 16_000  # Hz; every block, window and mel of this project
+# What is taken for audio in a folder; a file that is named is read whatever its name.
+ENDINGS = (".wav", ".flac", ".ogg", ".mp3", ".m4a", ".opus", ".aac", ".webm", ".mp4")
 
 _HOME = {"Source": "read", "read_blocks": "read", "log_mel": "mel"}
-__all__ = ["SAMPLE_RATE", "Source", "log_mel", "read_blocks"]
+__all__ = ["ENDINGS", "SAMPLE_RATE", "Source", "log_mel", "read_blocks"]
 
 if TYPE_CHECKING:
     from .mel import log_mel

@@ -23,8 +23,14 @@ def log_mel(samples: np.ndarray, n_mels: int) -> mx.array:
         raise ValueError(f"one window is 1-D and at most {WINDOW_SAMPLES} samples, not {samples.shape}")
     padded = np.zeros(WINDOW_SAMPLES, dtype=np.float32)
     padded[: len(samples)] = samples
-    padded = np.pad(padded, FRAME // 2, mode="reflect")
-    frames = mx.as_strided(mx.array(padded), (FRAMES, FRAME), (HOP, 1))
+    return window_mel(mx.array(padded), n_mels)
+
+
+def window_mel(samples: mx.array, n_mels: int) -> mx.array:
+    """A whole window [480,000] float32 -> [3000, n_mels] float32, lazy: arrays only, so that it can be exported."""
+    edge = FRAME // 2
+    reflected = [samples[1 : edge + 1][::-1], samples, samples[-edge - 1 : -1][::-1]]
+    frames = mx.as_strided(mx.concatenate(reflected), (FRAMES, FRAME), (HOP, 1))
     spectrum = mx.fft.rfft(frames * _hann())  # [3000, 201] complex64
     parts = mx.view(spectrum, mx.float32)  # [3000, 402]: real and imaginary parts in turn
     power = mx.square(parts) @ _filters(n_mels)

@@ -86,19 +86,26 @@ def load_drafter(
     ``hidden_size`` and ``vocab_size`` are the verifier's. Raises CheckpointError if the heads do not fit them.
     """
     heads = build_heads(config, source)
-    if config["hidden_size"] != hidden_size:
-        raise CheckpointError(
-            f"{source}: heads of hidden size {config['hidden_size']} do not fit a model of {hidden_size}: "
-            "use its own heads"
-        )
+    check_fit(config, arrays, hidden_size, vocab_size, source)
     ids, basis = arrays.pop("draft_vocabulary", None), arrays.pop("draft_basis", None)
-    if ids is not None:
-        check_vocabulary(ids, vocab_size, source)
     checkpoint.load_into(heads, arrays, quantization=config.get("quantization"), dtype=dtype, source=source)
     if mx.default_device().type == mx.cpu:
         heads.update(tree_map(_by_column, heads.parameters()))
         mx.eval(heads.parameters())
     return new_drafter(config, heads, base, ids, basis, source)
+
+
+def check_fit(
+    config: dict[str, Any], arrays: dict[str, mx.array], hidden_size: int, vocab_size: int, source: object
+) -> None:
+    """CheckpointError unless heads fit a verifier of this hidden size and vocabulary."""
+    if config["hidden_size"] != hidden_size:
+        raise CheckpointError(
+            f"{source}: heads of hidden size {config['hidden_size']} do not fit a model of {hidden_size}: "
+            "use its own heads"
+        )
+    if (ids := arrays.get("draft_vocabulary")) is not None:
+        check_vocabulary(ids, vocab_size, source)
 
 
 def _by_column(weight: mx.array) -> mx.array:

@@ -121,11 +121,13 @@ class MedusaDrafter:
         """Nothing to keep: each guess depends on one state alone."""
 
     def propose(self, hidden: mx.array, pending: int, count: int) -> list[int]:
-        states = self.heads(hidden[0, -1:], min(count, self.max_drafts))
-        tied = self.heads.args.tied
-        guesses = self.guess(states[:, 0]) if tied else best(self.heads.projection(states)[:, 0])
-        ids: list[int] = guesses.tolist()  # type: ignore[assignment]
+        ids: list[int] = self.guesses(hidden, min(count, self.max_drafts)).tolist()  # type: ignore[assignment]
         return ids
+
+    def guesses(self, hidden: mx.array, count: int) -> mx.array:
+        """States [1, n, D], of which the last counts -> ids [count], lazily."""
+        states = self.heads(hidden[0, -1:], count)
+        return self.guess(states[:, 0]) if self.heads.args.tied else best(self.heads.projection(states)[:, 0])
 
     def propose_tree(self, hidden: mx.array, pending: int, tree: Tree) -> list[int]:
         """Each head's best guesses, whatever the guesses before them are."""

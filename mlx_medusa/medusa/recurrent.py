@@ -6,7 +6,7 @@ guess. That state and the embedding of the first guess give the second one, and 
 the verifier's state holds, which for a small Whisper is little of the audio that is still to come.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -152,16 +152,24 @@ class RecurrentDrafter:
         mx.eval(self._memory)
 
     def propose(self, hidden: mx.array, pending: int, count: int) -> list[int]:
-        """One graph for all guesses: a guess feeds the next one on the device, and the host waits once."""
-        state, token = hidden[:, -1:], mx.array([pending])
+        count = min(count, self.max_drafts)
         guesses = []
-        for _ in range(min(count, self.max_drafts)):
-            state = self.heads(state, self._embed(token)[None], self._memory)
-            token = self.guess(self.heads.layer_norm(state)[0])
+        for token in self.chain(hidden, mx.array([pending]), self._memory, count):
             mx.async_eval(token)  # it is computed while the graph of the next one is built
             guesses.append(token)
         ids: list[int] = mx.concatenate(guesses).tolist()  # type: ignore[assignment]
         return ids
+
+    def chain(self, hidden: mx.array, token: mx.array, memory: Memory, count: int) -> Iterator[mx.array]:
+        """States [1, n, D], of which the last counts, and pending token [1] -> ``count`` guesses [1], lazily.
+
+        A guess feeds the next one on the device, and the host waits once.
+        """
+        state = hidden[:, -1:]
+        for _ in range(count):
+            state = self.heads(state, self._embed(token)[None], memory)
+            token = self.guess(self.heads.layer_norm(state)[0])
+            yield token
 
     def propose_tree(self, hidden: mx.array, pending: int, tree: Tree) -> list[int]:
         """Level by level, the nodes of one that have children as one batch of rows; the host waits once."""

@@ -10,6 +10,7 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
+from mlx_medusa.medusa.grammar import TimestampGrammar
 from mlx_medusa.medusa.sampling import Sampler
 from mlx_medusa.medusa.trees import Draft
 
@@ -90,41 +91,16 @@ class Timestamps:
     def __init__(
         self, timestamp_begin: int, eos: int, no_timestamps: int, begin: int, max_initial: int | None = None
     ):
-        self._first = timestamp_begin
-        self._eos = eos
-        self._no_timestamps = no_timestamps
+        self._grammar = TimestampGrammar(timestamp_begin, eos, no_timestamps, max_initial)
         self._begin = begin
-        self._max_initial = max_initial
 
     def __call__(self, prefixes: Sequence[Prefix], logits: mx.array) -> mx.array:
-        banned = np.stack([self._banned(prefix, logits.shape[-1]) for prefix in prefixes])
+        written = (prefix[self._begin :] for prefix in prefixes)
+        banned = np.stack([self._grammar.banned(tokens, logits.shape[-1]) for tokens in written])
         logits = mx.where(mx.array(banned), -mx.inf, logits)
-        text, stamps = logits[:, : self._first], logits[:, self._first :]
+        text, stamps = logits[:, : self._grammar.first], logits[:, self._grammar.first :]
         force = mx.logsumexp(stamps, axis=-1, keepdims=True) > mx.max(text, axis=-1, keepdims=True)
         return mx.concatenate([mx.where(force, -mx.inf, text), stamps], axis=-1)
-
-    def _banned(self, prefix: Prefix, vocab_size: int) -> np.ndarray:
-        """[V] bool: what may not follow ``prefix``."""
-        banned = np.zeros(vocab_size, dtype=bool)
-        banned[self._no_timestamps] = True
-        written = prefix[self._begin :]
-        stamps = [token for token in written if token >= self._first]
-        if not written:
-            banned[: self._first] = True
-            if self._max_initial is not None:
-                banned[self._first + self._max_initial + 1 :] = True
-            return banned
-        after_stamp = written[-1] >= self._first
-        paired = len(written) < 2 or written[-2] >= self._first
-        if after_stamp and paired:
-            banned[self._first :] = True
-        elif after_stamp:
-            banned[: self._eos] = True
-        if stamps:
-            # an end may equal the begin of the segment that follows, but no segment has zero length
-            floor = stamps[-1] if after_stamp and not paired else stamps[-1] + 1
-            banned[self._first : floor] = True
-        return banned
 
 
 class NoRepeatNGram:

@@ -114,9 +114,10 @@ class MeralionTranscriber:
         """
         if timestamps:
             raise OptionError("MERaLiON writes no timestamps: use --prompts text")
-        return self._opening(encoded, HEADS_QUERY, None)
+        return self.prepare(encoded, HEADS_QUERY)
 
-    def _opening(self, rows: mx.array, instruction: str, max_tokens: int | None) -> Opening:
+    def prepare(self, rows: mx.array, instruction: str, max_tokens: int | None = None) -> Opening:
+        """What decoding begins with for an instruction about ``rows`` [1, N, D]."""
         prompt, begin = self.tokenizer.prompt(instruction, rows.shape[1])
         chunks = -(-rows.shape[1] // self.model.args.rows_per_chunk)
         limits = Limits(self.tokenizer.stops, max_tokens or TOKENS_PER_CHUNK * chunks)
@@ -136,7 +137,7 @@ class MeralionTranscriber:
         session.decode_seconds += perf_counter() - middle
 
     def _decode(self, part: Window, rows: mx.array, options: Options, session: Session) -> Segment:
-        at = self._opening(rows, self.instruction(options), options.max_tokens)
+        at = self.prepare(rows, self.instruction(options), options.max_tokens)
         drafter = self.drafter if options.medusa else None
         start = part.start / SAMPLE_RATE
         _, written, logprobs = decode(

@@ -121,7 +121,7 @@ class Transcriber:
     def detect_language(self, audio: Source) -> tuple[str, float]:
         """The language code of the first 30 s and its probability among the languages of the model."""
         window = next(windows(read_blocks(audio)), Window(0, np.zeros(0, np.float32)))
-        return self._detect(self._cache(self.encode(window)))
+        return self.detect(self._cache(self.encode(window)))
 
     def check(self, options: Options) -> Options:
         """The options as they apply to this model: language a code, width a number. OptionError if they cannot."""
@@ -158,7 +158,7 @@ class Transcriber:
         cache = self._cache(encoded)
         middle = perf_counter()
         if session.language is None:
-            session.language, _ = self._detect(cache)
+            session.language, _ = self.detect(cache)
         segment = self._decode(window, encoded, cache, options, session)
         if segment.text:
             session.segments.append(segment)
@@ -175,7 +175,7 @@ class Transcriber:
     def _cache(self, encoded: mx.array) -> KVCache:
         return KVCache(self.model.num_layers, self.model.attend(encoded))
 
-    def _detect(self, cache: KVCache) -> tuple[str, float]:
+    def detect(self, cache: KVCache) -> tuple[str, float]:
         """Language and probability, from the token after <|startoftranscript|>; leaves the cache empty."""
         if not self.tokenizer.is_multilingual:
             return "en", 1.0

@@ -18,7 +18,7 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from mlx_medusa import checkpoint
-from mlx_medusa.audio import SAMPLE_RATE, read_blocks
+from mlx_medusa.audio import ENDINGS, SAMPLE_RATE, read_blocks
 from mlx_medusa.errors import AudioError, CheckpointError, OptionError, OutputError
 from mlx_medusa.medusa.cache import KVCache
 from mlx_medusa.medusa.decode import Limits, Verifier
@@ -29,7 +29,6 @@ from mlx_medusa.speech.windows import Window, windows
 
 INDEX = "index.json"
 FORMAT = 1
-EXTENSIONS = (".wav", ".flac", ".ogg", ".mp3", ".m4a", ".opus", ".aac", ".webm", ".mp4")
 AUDIO_KEYS = ("audio", "audio_filepath", "path", "file")  # of a manifest's lines
 PROMPTS = {"text": (False,), "stamped": (True,), "both": (False, True)}  # with timestamps?
 KINDS = {False: "text", True: "stamped"}  # the part of a tensor's name
@@ -61,7 +60,7 @@ def list_audio(sources: Iterable[str | Path]) -> list[Path]:
     found: dict[Path, None] = {}
     for source in map(Path, sources):
         if source.is_dir():
-            inside = (path for path in sorted(source.rglob("*")) if path.suffix.lower() in EXTENSIONS)
+            inside = (path for path in sorted(source.rglob("*")) if path.suffix.lower() in ENDINGS)
             found.update(dict.fromkeys(inside))
         elif source.suffix == ".jsonl":
             found.update(dict.fromkeys(_manifest(source)))

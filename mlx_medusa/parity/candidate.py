@@ -1,0 +1,159 @@
+"""What MLX writes for an input, with the engine of the package, noted as the oracle's is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from mlx_medusa.errors import OptionError
+from mlx_medusa.medusa.cache import KVCache
+from mlx_medusa.medusa.decode import Drafter, Limits, Verifier, generate, prefill
+from mlx_medusa.medusa.rules import Prefix, Rule
+from mlx_medusa.parity.records import Asked
+from mlx_medusa.speech.transcriber import Transcriber
+from mlx_medusa.speech.windows import Window
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """As an entry of a record has it."""
+
+    prompt: list[int]
+    tokens: list[int]
+    margins: list[float]
+    logprobs: list[float]
+    rounds: list[int]
+    detected: tuple[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A sequence to decode: prompt, cache with what it attends to, rules and end."""
+
+    prompt: list[int]
+    cache: KVCache
+    rules: list[Rule]
+    limits: Limits
+    memory: mx.array | None = None
+    detected: tuple[str, float] | None = None
+
+
+class Candidate(Protocol):
+    """A model of ours under test."""
+
+    @property
+    def model(self) -> Verifier: ...
+
+    @property
+    def drafter(self) -> Drafter | None: ...
+
+    def encode(self, content: Any) -> Any:
+        """What the decoder attends to; once for all that is asked of an input."""
+        ...
+
+    def job(self, memory: Any, asked: Asked) -> Job: ...
+
+
+class Margins:
+    """A rule, the last one, that changes nothing and notes by how much each row's best logit leads the second.
+
+    A row is noted under the length of its prefix. Rows of guesses that were not accepted are noted too, and then
+    overwritten by the later pass that decides that place.
+    """
+
+    def __init__(self) -> None:
+        self._noted: dict[int, mx.array] = {}
+
+    def __call__(self, prefixes: Sequence[Prefix], logits: mx.array) -> mx.array:
+        best = mx.argmax(logits, axis=-1, keepdims=True)
+        first = mx.take_along_axis(logits, best, axis=-1)
+        others = mx.put_along_axis(logits, best, mx.array(-mx.inf), axis=-1)
+        margins = (first - mx.max(others, axis=-1, keepdims=True))[:, 0]
+        mx.eval(margins)
+        for row, prefix in enumerate(prefixes):
+            self._noted[len(prefix)] = margins[row]
+        return logits
+
+    def of(self, begin: int, count: int) -> list[float]:
+        """Of the ``count`` tokens decided after a prompt of ``begin``."""
+        return [float(self._noted[begin + place]) for place in range(count)]
+
+
+def decode(candidate: Candidate, memory: Any, asked: Asked, width: int) -> Decoded:
+    """Decode what is asked, with heads if ``width`` is above 1."""
+    job = candidate.job(memory, asked)
+    margins = Margins()
+    rules = [*job.rules, margins]
+    state, first = prefill(candidate.model, job.prompt, job.cache, job.limits, rules)
+    drafter = candidate.drafter if width > 1 else None
+    runs = list(
+        generate(
+            candidate.model,
+            state,
+            first,
+            job.limits,
+            rules=rules,
+            drafter=drafter,
+            memory=job.memory,
+            width=width,
+        )
+    )
+    tokens = state.tokens[state.begin :]
+    return Decoded(
+        prompt=job.prompt,
+        tokens=tokens,
+        margins=margins.of(state.begin, len(tokens)),
+        logprobs=mx.concatenate([run.logprobs for run in runs]).tolist(),  # type: ignore[arg-type]
+        rounds=[len(run.tokens) for run in runs[1:]],
+        detected=job.detected,
+    )
+
+
+class WhisperCandidate:
+    """Whisper on one window."""
+
+    def __init__(self, transcriber: Transcriber):
+        self._transcriber = transcriber
+        self.model, self.drafter = transcriber.model, transcriber.drafter
+
+    def encode(self, content: Any) -> Any:
+        encoded = self._transcriber.encode(Window(0, content))
+        return encoded, self.model.attend(encoded)
+
+    def job(self, memory: Any, asked: Asked) -> Job:
+        encoded, attended = memory
+        tokenizer = self._transcriber.tokenizer
+        cache = KVCache(self.model.num_layers, attended)
+        language, detected = asked.language, None
+        if tokenizer.is_multilingual and language is None:
+            detected = self._transcriber.detect(cache)
+            language = detected[0]
+        prompt = tokenizer.prompt(language, asked.task, timestamps=asked.timestamps)
+        rules = self._transcriber.rules(len(prompt), timestamps=asked.timestamps)
+        limits = Limits(frozenset([tokenizer.eot]), asked.max_tokens or self.model.max_length // 2)
+        return Job(prompt, cache, rules, limits, encoded, detected)
+
+
+class MeralionCandidate:
+    """MERaLiON-2 on one part."""
+
+    def __init__(self, transcriber: Any):
+        self._transcriber = transcriber
+        self.model, self.drafter = transcriber.model, transcriber.drafter
+
+    def encode(self, content: Any) -> Any:
+        return self._transcriber.encode(Window(0, content))
+
+    def job(self, memory: Any, asked: Asked) -> Job:
+        at = self._transcriber.prepare(memory, asked.instruction, asked.max_tokens)
+        return Job(at.prompt, at.cache, at.rules, at.limits, memory)
+
+
+def candidate_of(loaded: Any) -> Candidate:
+    """The candidate around what ``mlx_medusa.load`` returns."""
+    if isinstance(loaded, Transcriber):
+        return WhisperCandidate(loaded)
+    if type(loaded).__name__ == "MeralionTranscriber":
+        return MeralionCandidate(loaded)
+    raise OptionError(f"{type(loaded).__name__}: there is no check for this family yet")
