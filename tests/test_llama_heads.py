@@ -17,9 +17,11 @@ from llama_folders import (
     theirs_of,
     write,
 )  # fmt: skip
+from make_random_checkpoint import make_vicuna, vicuna_config
 from safetensors.torch import load_file, save_file
 from text_models import VOCAB
 
+import mlx_medusa
 from convert import convert
 from mlx_medusa import checkpoint
 from mlx_medusa.errors import CheckpointError
@@ -168,3 +170,17 @@ def test_a_model_without_heads_is_no_heads(tmp_path, out):
     with pytest.raises(CheckpointError, match="holds no Medusa heads"):
         convert(base, out, heads=base)
     assert len(load_file(base / "model.safetensors")) > 3
+
+
+@pytest.mark.parametrize(("kind", "count", "own"), [("tied", 3, False), ("own", 5, True)])
+def test_the_random_vicuna_of_the_examples(kind, count, own, tmp_path, out):
+    """The script's checkpoint, small, from shards to a 4-bit folder with heads of either layout and on to text."""
+    config = vicuna_config(
+        vocab_size=400, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4
+    )
+    make_vicuna(tmp_path / "random", config=config, shard_bytes=400_000)
+    assert len(list((tmp_path / "random").glob("model-*.safetensors"))) > 1
+    report = convert(tmp_path / "random", out, tmp_path / "random" / f"heads-{kind}", q_bits=4, q_heads=own)
+    assert (report.heads["num_heads"], report.heads["tied"]) == (count, not own)
+    result = mlx_medusa.load(out).generate("hi", max_tokens=12)
+    assert len(result.tokens) == 12
