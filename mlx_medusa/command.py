@@ -1,6 +1,7 @@
 """What the command lines share: options, the model to use, and an error as one line and an exit status."""
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -65,7 +66,12 @@ def log_to_stderr(name: str) -> None:
 
 
 def guarded(name: str, action: Callable[[], int], debug: bool) -> int:
-    """The exit status of ``action``; of command ``name`` an error is printed, or with ``debug`` let through."""
+    """The exit status of ``action``; of command ``name`` an error is printed, or with ``debug`` let through.
+
+    Standard output is UTF-8, whatever the terminal says of itself.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
     try:
         return action()
     except MedusaError as error:

@@ -1,5 +1,7 @@
 """The Llama verifier against transformers. Random small models, float32."""
 
+import subprocess
+import sys
 from itertools import pairwise
 
 import llama
@@ -12,6 +14,7 @@ from mlx_medusa import models
 from mlx_medusa.errors import CheckpointError
 from mlx_medusa.medusa.cache import KVCache
 from mlx_medusa.medusa.decode import Limits, chain_pass, generate, prefill
+from mlx_medusa.mlx_lm_parts import part
 from mlx_medusa.models.layers import attention
 
 SEEDS = 24  # in turn: six rotations, grouping, head sizes, biases, tied and untied
@@ -176,3 +179,18 @@ def test_grouped_attention_equals_softmax(width, monkeypatch):
     scores = scores.masked_fill(~torch.tensor(np.broadcast_to(mask, scores.shape)), -torch.inf)
     expected = torch.softmax(scores, dim=-1) @ wide[1]
     np.testing.assert_allclose(np.array(found), expected.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_mlx_lm_is_read_without_what_it_imports():
+    """Its __init__ imports transformers, which takes seconds: not for the sake of one function."""
+    code = (
+        "import sys; from mlx_medusa import models; config = {'model_type': 'llama', 'vocab_size': 9, 'hidden_size': 8,"
+        "'intermediate_size': 8, 'num_hidden_layers': 1, 'num_attention_heads': 1}; models.build(config);"
+        "assert not {'transformers', 'torch', 'mlx_lm'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_missing_part_of_mlx_lm_is_named():
+    with pytest.raises(ImportError, match=r"no_such_part\.py: not there"):
+        part("no_such_part")

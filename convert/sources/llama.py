@@ -20,20 +20,19 @@ EXTRAS = (
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
     "tokenizer.model",
 )  # fmt: skip
+_HEADS_ONLY = "holds Medusa heads and no model; name the model with --base and this with --heads"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 _SMALL = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
 
 
 def open_folder(path: Path, config: dict[str, Any]) -> Source:
     """Open a folder whose config.json is ``config``. Raises CheckpointError if its weights can't be used."""
-    weights = open_weights(path)
+    weights = _open(path)
     quantization = check_quantization(path, config)
     heads = [name for name in weights.shapes if name.startswith(HEADS_PREFIXES)]
     base = {name: _hf_name(name, weights) for name in weights.shapes if not _is_left_out(name)}
-    if heads and len(base) == 0:
-        raise CheckpointError(
-            f"{path}: holds Medusa heads and no model; name the model with --base and this with --heads"
-        )
+    if heads and not base:
+        raise CheckpointError(f"{path}: {_HEADS_ONLY}")
     small = path
     if "hidden_size" not in config:
         small, config = _described_elsewhere(path, config)
@@ -70,6 +69,15 @@ def open_folder(path: Path, config: dict[str, Any]) -> Source:
         heads=bool(heads),
         notes=notes,
     )
+
+
+def _open(path: Path) -> Weights:
+    try:
+        return open_weights(path)
+    except CheckpointError as error:
+        if any(path.glob("medusa_lm_head.*")):
+            raise CheckpointError(f"{path}: {_HEADS_ONLY}") from error
+        raise
 
 
 def _is_left_out(name: str) -> bool:

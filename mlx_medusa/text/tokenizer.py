@@ -70,7 +70,7 @@ class TextTokenizer:
         if not text:
             raise OptionError("the prompt is empty: give some text")
         begun = text.startswith(self._names.get("bos_token") or "\0")
-        return self.checked(self._tokenizer.encode(text, add_special_tokens=not begun).ids)
+        return self._tokens(text, begin=not begun)
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a chat, up to where the answer to its last message begins.
@@ -88,7 +88,14 @@ class TextTokenizer:
         if not messages or not messages[-1]["content"].strip():
             raise OptionError("the prompt is empty: give some text")
         text = render(self._template, messages, self._names, self._source)
-        return self.checked(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._tokens(text, begin=False)
+
+    def _tokens(self, text: str, *, begin: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half of a pair, or a byte that the command line could not read
+            raise OptionError(f"the prompt is not UTF-8 text ({error.reason} at {error.start})") from error
+        return self.checked(self._tokenizer.encode(text, add_special_tokens=begin).ids)
 
     def checked(self, tokens: list[int]) -> list[int]:
         """The same tokens; CheckpointError if the model does not have one of them."""
