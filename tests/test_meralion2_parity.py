@@ -1,4 +1,4 @@
-"""MERaLiON-2 against the golden records of the oracle: small random models, as converted and quantized. Logic, numbers."""
+"""MERaLiON-2 against the golden records of the oracle: small random models, as they are and quantized. Numbers."""
 
 import pytest
 from clips import sounds
