@@ -3,10 +3,13 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import make_small_models
 import numpy as np
 
 from mlx_medusa.audio import read_blocks
+from mlx_medusa.parity.inputs import Input
 
 
 def samples_of(path: Path) -> np.ndarray:
@@ -38,6 +41,14 @@ def english(speech_dir: Path, languages_dir: Path) -> Iterator[tuple[str, np.nda
     yield "backwards", second[::-1].copy()
     yield "fast", first[::2].copy()
     yield "very short", second[:1600]
+
+
+def sounds() -> Iterator[Input]:
+    """The sounds that examples/make_small_models.py makes for its models."""
+    with TemporaryDirectory() as folder:
+        make_small_models.make_inputs(Path(folder))
+        for path in sorted(Path(folder, "speech").iterdir()):
+            yield Input(path.name, samples_of(path))
 
 
 def nine_languages(languages_dir: Path) -> Iterator[tuple[str, np.ndarray]]:

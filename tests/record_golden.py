@@ -1,110 +1,90 @@
-"""Record what transformers' greedy decoding writes for the clips of the real-model tests.
+"""Record what transformers' greedy decoding writes for the clips and prompts of the real-model tests.
 
-    python tests/record_golden.py tiny.en MODEL_FOLDER [--only NAME ...] > tests/golden/whisper-tiny.en.json
+    python tests/record_golden.py tiny.en FOLDER --heads recurrent > tests/golden/whisper-tiny.en.jsonl
+    python tests/record_golden.py tiny.en FOLDER --heads medusa > tests/golden/whisper-tiny.en-plain-heads.jsonl
+    python tests/record_golden.py tiny.en FOLDER_OF_8_BITS > tests/golden/whisper-tiny.en-8bit.jsonl
+    python tests/record_golden.py base FOLDER > tests/golden/whisper-base.jsonl
+    python tests/record_golden.py meralion2 SMALL/meralion2 > tests/golden/small-meralion2.jsonl
 
-MODEL_FOLDER is an unquantized folder that `convert` made; transformers runs it in float32. A process of its own: the
-OpenBLAS that mlx_medusa loads would slow PyTorch down.
+FOLDER is what `convert` made, SMALL what examples/make_small_models.py makes; the reference runs all in float32. No MLX
+is imported. PYTHONPATH must name the root of the tree and examples/.
 """
 
-import os
-
-os.environ["MLX_MEDUSA_OPENBLAS"] = "0"
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 import argparse
-import hashlib
-import json
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-import torch
-import transformers
-from clips import english, nine_languages
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from clips import english, nine_languages, sounds
 from fetch_speech import fetch_languages, fetch_speech
-from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 
-MAX_TOKENS = 224
+from mlx_medusa import reference
+from mlx_medusa.demo import HEADS
+from mlx_medusa.parity.inputs import Input
+from mlx_medusa.parity.record import head_of, record
+from mlx_medusa.parity.records import Asked, Entry, Record
+from mlx_medusa.reference.folder import Folder, heads_fingerprint
+from mlx_medusa.speech.tasks import HEADS_QUERY
 
-
-def fingerprint(samples: np.ndarray) -> str:
-    """Of the samples as 16-bit integers, so that a resampler's last bits do not matter."""
-    return hashlib.sha256(np.round(samples * 32767).astype("<i2").tobytes()).hexdigest()[:16]
-
-
-class Reference:
-    """transformers' WhisperForConditionalGeneration on one window of audio."""
-
-    def __init__(self, folder: Path):
-        self.model = WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-        self.features = WhisperFeatureExtractor.from_pretrained(folder)
-        self.settings = self.model.generation_config
-
-    def encode(self, samples: np.ndarray):
-        mel = self.features(samples, sampling_rate=16_000, return_tensors="pt").input_features
-        return self.model.get_encoder()(mel)
-
-    def tokens(self, encoded, **options) -> list[int]:
-        """The tokens of the text, without the prompt and the end."""
-        mask = torch.ones(encoded[0].shape[:2])
-        ids = self.model.generate(
-            encoder_outputs=encoded,
-            attention_mask=mask,
-            do_sample=False,
-            num_beams=1,
-            max_new_tokens=MAX_TOKENS,
-            **options,
-        )[0].tolist()
-        if self.settings.no_timestamps_token_id in ids:
-            ids = ids[ids.index(self.settings.no_timestamps_token_id) + 1 :]
-        return ids[: ids.index(self.settings.eos_token_id)] if self.settings.eos_token_id in ids else ids
-
-    def language(self, encoded) -> tuple[str, float]:
-        """(code, probability among the languages)"""
-        start = torch.tensor([[self.settings.decoder_start_token_id]])
-        logits = self.model(encoder_outputs=encoded, decoder_input_ids=start).logits[0, 0]
-        codes, ids = zip(*self.settings.lang_to_id.items(), strict=True)
-        probabilities = torch.softmax(logits[list(ids)], -1)
-        return codes[int(probabilities.argmax())].strip("<|>"), round(float(probabilities.max()), 5)
+MAX_TOKENS, SMALL_TOKENS = 224, 64
+NAMES = {"tiny.en": "whisper-tiny.en", "base": "whisper-base", "meralion2": "small-meralion2"}
 
 
-def record(reference: Reference, name: str, samples: np.ndarray, multilingual: bool) -> dict:
-    encoded = reference.encode(samples)
-    entry: dict = {"samples": fingerprint(samples)}
-    if not multilingual:
-        return entry | {"transcribe": reference.tokens(encoded)}
-    given = name.split("/")[0]
-    code, probability = reference.language(encoded)
-    entry |= {"language": code, "probability": probability}
-    entry["transcribe"] = reference.tokens(encoded, language=given, task="transcribe")
-    entry["translate"] = reference.tokens(encoded, language=given, task="translate")
-    if code != given:
-        entry["transcribe_detected"] = reference.tokens(encoded, language=code, task="transcribe")
-    return entry
+def of_tiny_en(oracle, only, width) -> Iterator[Entry]:
+    """All English clips, and the LibriVox ones with timestamps too."""
+    plain, stamped = Asked(max_tokens=MAX_TOKENS), Asked(max_tokens=MAX_TOKENS, timestamps=True)
+    for name, samples in english(fetch_speech(), fetch_languages()):
+        if not only or name in only:
+            asked = [plain, stamped] if name.startswith("librivox") else [plain]
+            yield from record(oracle, [(Input(name, samples), asked)], width=width)
 
 
-@torch.no_grad()
+def of_base(oracle, only, width) -> Iterator[Entry]:
+    """Nine languages: detected, given where that is another, and translated."""
+    for name, samples in nine_languages(fetch_languages()):
+        if only and name not in only:
+            continue
+        given, clip = name.split("/")[0], Input(name, samples)
+        asked = [Asked(max_tokens=MAX_TOKENS), Asked(given, "translate", max_tokens=MAX_TOKENS)]
+        entries = list(record(oracle, [(clip, asked)], width=width))
+        yield from entries
+        if entries[0].detected[0] != given:
+            yield from record(oracle, [(clip, [Asked(given, max_tokens=MAX_TOKENS)])], width=width)
+
+
+def of_meralion2(oracle, only, width) -> Iterator[Entry]:
+    """The sounds that come with the small models."""
+    asked = [Asked(instruction=HEADS_QUERY, max_tokens=SMALL_TOKENS)]
+    given = (clip for clip in sounds() if not only or clip.name in only)
+    yield from record(oracle, ((clip, asked) for clip in given), width=width)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", choices=("tiny.en", "base"))
+    jobs = {"tiny.en": of_tiny_en, "base": of_base, "meralion2": of_meralion2}
+    parser.add_argument("model", choices=jobs)
     parser.add_argument("folder", type=Path)
+    parser.add_argument(
+        "--heads", choices=("recurrent", "medusa"), help="shipped heads, whose passes to note"
+    )
     parser.add_argument("--only", nargs="*", help="names of clips (default: all)")
     args = parser.parse_args()
-    reference = Reference(args.folder)
-    clips = (
-        nine_languages(fetch_languages())
-        if args.model == "base"
-        else english(fetch_speech(), fetch_languages())
-    )
-    entries = {}
-    for name, samples in clips:
-        if not args.only or name in args.only:
-            print(name, file=sys.stderr)
-            entries[name] = record(reference, name, samples, args.model == "base")
-    versions = {"transformers": transformers.__version__, "torch": torch.__version__, "dtype": "float32"}
-    head = json.dumps({"model": f"whisper-{args.model}", **versions, "max_tokens": MAX_TOKENS})
-    rows = ",\n".join(f'"{name}": {json.dumps(entry)}' for name, entry in entries.items())
-    print(f'{{"recorded_by": {head},\n"clips": {{\n{rows}\n}}}}')
+    heads = HEADS / args.heads if args.heads else None
+    oracle = reference.load(args.folder, heads=heads, device="cpu")
+    width = 1 + oracle.drafter.max_drafts if oracle.drafter else 1
+    entries = []
+    for entry in jobs[args.model](oracle, args.only, width):
+        print(entry.name, file=sys.stderr)
+        entries.append(entry)
+    head = head_of(
+        oracle, Folder.find(args.folder), name=NAMES[args.model], width=width,
+        heads=heads_fingerprint(heads) if heads else None,
+    )  # fmt: skip
+    sys.stdout.writelines(Record(head, entries).lines())
+    assert not [name for name in sys.modules if name.startswith("mlx.")]
 
 
 if __name__ == "__main__":

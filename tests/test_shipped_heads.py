@@ -3,15 +3,14 @@
 Heads that failed to load look exactly like heads that guess badly, so acceptance is tested, not loading alone.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 from clips import english, librivox_texts, samples_of
+from golden import golden
 
 from mlx_medusa import load
 from mlx_medusa.demo import SPEECH
-from mlx_medusa.speech.tokenizer import WhisperTokenizer
 
 HEADS = SPEECH.shipped
 SHIPPED = sorted(path.name for path in HEADS.iterdir() if path.is_dir())
@@ -39,11 +38,10 @@ def clips(speech_dir, languages_dir):
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_en):
+def plain():
     """Name -> text that transformers' greedy decoding writes, by the golden records."""
-    records = json.loads((Path(__file__).parent / "golden" / "whisper-tiny.en.json").read_text())["clips"]
-    tokenizer = WhisperTokenizer.from_folder(tiny_en)
-    return {Path(name).name: tokenizer.decode(entry["transcribe"]) for name, entry in records.items()}
+    entries = golden("whisper-tiny.en").entries
+    return {Path(entry.name).name: entry.text for entry in entries if not entry.asked.timestamps}
 
 
 def test_recurrent_heads(tiny_en, clips, plain):

@@ -113,8 +113,10 @@ def heads(drafter: Drafter) -> Traced:
 
     def run(hidden: mx.array, token: mx.array, *memory: mx.array) -> Arrays:
         if isinstance(drafter, MedusaDrafter):
-            return [drafter.guesses(hidden, drafter.max_drafts)]
-        return [mx.concatenate(list(drafter.chain(hidden, token, _pairs(memory), drafter.max_drafts)))]
+            ids = drafter.guesses(hidden, drafter.max_drafts)
+        else:
+            ids = mx.concatenate(list(drafter.chain(hidden, token, _pairs(memory), drafter.max_drafts)))
+        return [ids.astype(mx.int32)]
 
     return run
 

@@ -73,7 +73,7 @@ def _check_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--margin", type=float, help="the reference's margin up to which another token is a near-tie and "
                    "no failure (default: by precision, 0.001 for float32)")  # fmt: skip
     p.add_argument("--drift", type=float, help="how far margins and log probabilities may lie from the record's "
-                   "(default: 0.005 for float32, half precisions: not held against it)")  # fmt: skip
+                   "(default: 0.002 for float32, half precisions: not held against it)")  # fmt: skip
     add(p, "--any-weights", action="store_true", help="check a model whose weights are not those recorded")
     p.add_argument("--json", type=Path, help="write the results there, for `report`")
     p.add_argument("--quiet", action="store_true", help="print only what is not equal, and the total")

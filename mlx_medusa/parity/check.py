@@ -23,7 +23,7 @@ class Bounds:
 # By the precision of the record and of MLX, the coarser of the two. float32 from measurements (see the README): sums of
 # the same numbers in another order; half precisions keep 11 and 8 bits of logits of about 30.
 BOUNDS = {
-    "float32": Bounds(1e-3, 5e-3),
+    "float32": Bounds(1e-3, 2e-3),
     "float16": Bounds(0.1, None),
     "bfloat16": Bounds(0.75, None),
 }

@@ -78,7 +78,7 @@ class Entry:
         """The name, and where in the file."""
         return f"{self.name} at {self.start:g} s" if self.start else self.name
 
-    def to_json(self) -> str:
+    def to_line(self) -> str:
         """One line, without what says nothing."""
         asked = {name: value for name, value in asdict(self.asked).items() if value != getattr(Asked(), name)}
         content: dict[str, Any] = {"name": self.name, "sha256": self.sha256, **asked}
@@ -93,7 +93,9 @@ class Entry:
         return json.dumps(content, ensure_ascii=False, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "Entry":
+    def from_line(cls, line: str) -> "Entry":
+        """What ``to_line`` made. ValueError, TypeError or KeyError for anything else."""
+        content: dict[str, Any] = json.loads(line)
         asked = {name: content.pop(name) for name in Asked.__dataclass_fields__ if name in content}
         margins = [math.inf if margin is None else margin for margin in content.pop("margins")]
         if detected := content.pop("detected", None):
@@ -108,7 +110,7 @@ class Record:
 
     def lines(self) -> Iterator[str]:
         yield head_line(self.head)
-        yield from (entry.to_json() + "\n" for entry in self.entries)
+        yield from (entry.to_line() + "\n" for entry in self.entries)
 
 
 def head_line(head: Head) -> str:
@@ -127,7 +129,7 @@ def read(path: str | Path) -> Record:
                 raise ValueError("another format")
             entries = []
             for number, line in enumerate(file, 2):  # noqa: B007 - the error below names it
-                entries.append(Entry.from_json(json.loads(line)))
+                entries.append(Entry.from_line(line))
             return Record(Head(**head), entries)
     except OSError as error:
         raise OptionError(f"{path}: {error.strerror or error}: check the path") from error
