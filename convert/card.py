@@ -15,7 +15,8 @@ def model_card(base: str, report: "Report") -> str:
     A base that is a local path is left out: it says nothing to others.
     """
     from_hub = bool(_REPO.fullmatch(base)) and not base.startswith(".")
-    front = ["library_name: mlx", "pipeline_tag: automatic-speech-recognition", "tags:", "- mlx"]
+    task = "automatic-speech-recognition" if report.hears else "text-generation"
+    front = ["library_name: mlx", f"pipeline_tag: {task}", "tags:", "- mlx"]
     front += [f"- {report.title.lower()}"]
     front += ["- medusa"] if report.heads else []
     front += [f"base_model: {base}"] if from_hub else []
@@ -37,7 +38,9 @@ def model_card(base: str, report: "Report") -> str:
             f"Converted from {origin} by mlx-medusa ({weights}{heads}).",
             "",
             "```shell",
-            "python -m mlx_medusa.transcribe --model . speech.wav",
+            "python -m mlx_medusa.transcribe --model . speech.wav"
+            if report.hears
+            else "python -m mlx_medusa.generate --model . --prompt 'Why is the sky blue?'",
             "```",
             "",
         ]

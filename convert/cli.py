@@ -16,7 +16,7 @@ def parser() -> argparse.ArgumentParser:
     """The options; those of several words take hyphens and underscores."""
     result = argparse.ArgumentParser(
         prog="convert",
-        description="Turn a Whisper or MERaLiON-2 checkpoint, and Medusa heads for it, into an MLX model folder.",
+        description="Turn a Whisper, MERaLiON-2 or Llama checkpoint, with Medusa heads, into an MLX model folder.",
         epilog="example: convert --base openai/whisper-large-v3 --heads heads.pt --q-bits 4 --mlx-path whisper-4bit",
         allow_abbrev=False,
     )
@@ -32,8 +32,9 @@ def parser() -> argparse.ArgumentParser:
         "--hf-path",
         "--model",
         metavar="MODEL",
-        help="hub id or folder of a Hugging Face, faster-whisper or mlx-community Whisper or of a MERaLiON-2, or an "
-        "openai .pt file (default: MERaLiON/MERaLiON-2-3B, with its heads kartmannXu/MERaLion-2-3B-Medusa)",
+        help="hub id or folder of a Hugging Face, faster-whisper or mlx-community Whisper, of a MERaLiON-2 or of a "
+        "Llama, an openai .pt file or a .gguf file (default: MERaLiON/MERaLiON-2-3B, with its heads "
+        "kartmannXu/MERaLion-2-3B-Medusa)",
     )
     add("--heads", metavar="HEADS", help="Medusa heads: a .pt or .safetensors file, a folder or a hub id")
     add(

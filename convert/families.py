@@ -1,10 +1,10 @@
 """What differs between the families of models: the tokenizer and the small files of a folder, and the usual recipe."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from convert import generation, meralion, tokenizer
+from convert import generation, llama, meralion, tokenizer
 from convert.sources import Source
 from mlx_medusa.errors import CheckpointError
 
@@ -20,7 +20,7 @@ class Family:
     title: str
     tokenizer: Callable[[Source, dict[str, Any]], dict[str, Any]]
     files: Callable[[Source, dict[str, Any], dict[str, Any], str], Files]
-    encoder: str  # where its speech encoder is
+    encoder: str = ""  # where its speech encoder is, if it has one
     encoder_bits: int | None = (
         None  # of a quantized folder's encoder, if nothing is said; None: as other layers
     )
@@ -41,6 +41,7 @@ def _whisper_files(source: Source, config: dict[str, Any], tokens: dict[str, Any
     }
 
 
+_LLAMA = Family("Llama", llama.tokenizer_json, llama.files)
 FAMILIES = {  # model_type -> family
     "whisper": Family("Whisper", _whisper_tokenizer, _whisper_files, "model.encoder"),
     "meralion2": Family(
@@ -51,6 +52,8 @@ FAMILIES = {  # model_type -> family
         encoder_bits=16,
         float16=False,
     ),
+    "llama": _LLAMA,
+    "mistral": replace(_LLAMA, title="Mistral"),
 }
 
 

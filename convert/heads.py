@@ -2,7 +2,7 @@
  Layouts (i: head, l: block): ``medusa_head_{i}.{l}.linear.*`` in a wrapper dict (jburtoft),
 ``heads.{i}.mlp.{l}.linear.*`` with adapter_config.json or ``head_{i}: {mlp.{l}.linear.*}`` under
 "heads_state" (MERaLiON), ``{i}.{l}.linear.*`` with or without the head's own projection ``{i}.{L}.weight``,
-also under ``medusa_head.`` (FasterDecoding), and our own file.
+also under ``medusa_head.`` (FasterDecoding), where the whole model may be beside them, and our own file.
 """
 
 import json
@@ -15,8 +15,9 @@ import mlx.core as mx
 
 from convert import torch_files
 from convert.quantize import Recipe
+from convert.weights import BASE_PREFIXES, TORCH_FILE, TORCH_INDEX, open_weights
 from mlx_medusa import checkpoint
-from mlx_medusa.checkpoint import HEADS_FILE, ShardWriter, read_arrays, read_json, resolve
+from mlx_medusa.checkpoint import HEADS_FILE, INDEX_FILE, ShardWriter, read_arrays, read_json, resolve
 from mlx_medusa.errors import CheckpointError, OptionError
 from mlx_medusa.medusa.vocabulary import check_vocabulary
 from mlx_medusa.shards import read_header
@@ -40,7 +41,7 @@ def read_heads(path_or_repo: str | Path) -> tuple[dict[str, Any], Arrays]:
     the file and the tensor, for keys that are unknown, missing or of unequal shapes, and for weights that are
     not finite.
     """
-    path = _find_file(resolve(path_or_repo, patterns=PATTERNS))
+    path = _find_file(resolve(path_or_repo, patterns=PATTERNS, otherwise=("pytorch_model*.bin",)))
     if path.suffix == ".safetensors" and "medusa" in read_header(path)[1]:
         ours = checkpoint.read_heads(path)
         assert ours is not None  # only a folder can be without heads
@@ -59,7 +60,7 @@ def read_heads(path_or_repo: str | Path) -> tuple[dict[str, Any], Arrays]:
         }
         if own is not None:
             config["vocab_size"] = own.shape[1]
-    _check_adapter(path.parent / "adapter_config.json", config)
+    _check_adapter((path if path.is_dir() else path.parent) / "adapter_config.json", config)
     for name, array in arrays.items():
         if mx.issubdtype(array.dtype, mx.floating) and not mx.all(mx.isfinite(array)).item():
             raise CheckpointError(f"{path}: {name} holds NaN or infinity; the training of these heads failed")
@@ -67,11 +68,14 @@ def read_heads(path_or_repo: str | Path) -> tuple[dict[str, Any], Arrays]:
 
 
 def _find_file(path: Path) -> Path:
+    """The file that holds the heads, or the folder if that holds a whole model."""
     if path.is_file():
         return path
     for name in FILES:
         if (path / name).is_file():
             return path / name
+    if any((path / name).is_file() for name in (INDEX_FILE, "model.safetensors", TORCH_FILE, TORCH_INDEX)):
+        return path
     found = [file for file in sorted(path.iterdir()) if file.suffix in (".pt", ".safetensors")]
     if len(found) == 1:
         return found[0]
@@ -81,10 +85,14 @@ def _find_file(path: Path) -> Path:
 
 
 def _flatten(path: Path) -> Arrays:
-    """The tensors of a heads file by their full names."""
+    """The tensors of a heads file by their full names; of a whole model's, those of its heads."""
+    if path.is_dir() or path.suffix == ".bin":
+        weights = open_weights(path)
+        names = [name for name in weights.shapes if not name.startswith(BASE_PREFIXES)]
+        return {name: weights.take(name) for name in names}
     if path.suffix in (".safetensors", ".npz"):
-        return read_arrays(path)
-    content = torch_files.load(path)
+        return {n: array for n, array in read_arrays(path).items() if not n.startswith(BASE_PREFIXES)}
+    content, mapped = torch_files.load(path), torch_files.can_map(path)
     if isinstance(content, Mapping):
         content = next((content[key] for key in WRAPPERS if isinstance(content.get(key), Mapping)), content)
     flat: Arrays = {}
@@ -92,9 +100,13 @@ def _flatten(path: Path) -> Arrays:
     def walk(prefix: str, value: Any) -> None:
         if isinstance(value, Mapping):
             for key, part in value.items():
-                walk(f"{prefix}.{key}" if prefix else str(key), part)
+                name = f"{prefix}.{key}" if prefix else str(key)
+                if not name.startswith(BASE_PREFIXES):
+                    walk(name, part)
         elif hasattr(value, "untyped_storage"):
             flat[prefix] = torch_files.to_mlx(value)
+            if mapped:
+                torch_files.release(value)
         else:
             raise CheckpointError(
                 f"{path}: {prefix or 'the file'} is a {type(value).__name__}, not a tensor of heads"

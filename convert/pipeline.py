@@ -43,6 +43,8 @@ class Report:
     quantized: int = 0  # layers
     skipped: dict[str, list[str]] = field(default_factory=dict)  # reason -> layers left unquantized
     heads: dict[str, Any] | None = None
+    hears: bool = True  # whether it is a model of speech
+    notes: list[str] = field(default_factory=list)  # what else there is to say of the source
     size_before: int = 0  # bytes of the source's weights
     size_after: int = 0  # bytes of the folder
 
@@ -58,6 +60,7 @@ class Report:
             kind = "tied" if self.heads.get("tied", True) else "with their own projections"
             bits = self.heads.get("quantization", {}).get("bits")
             yield f"{self.heads['num_heads']} Medusa heads, {kind}, {f'{bits} bits' if bits else self.heads['dtype']}"
+        yield from self.notes
         yield f"{self.size_before / 1e6:.1f} MB -> {self.size_after / 1e6:.1f} MB in {self.folder}"
 
 
@@ -79,9 +82,10 @@ def convert(
 ) -> Report:
     """Write an MLX model folder ``mlx_path`` from the checkpoint ``base`` and, if given, Medusa ``heads``.
 
-    ``base`` is a folder or hub id of transformers (Whisper, MERaLiON-2), faster-whisper (CTranslate2) or
-    mlx-whisper, or an openai .pt file; for ``heads`` see ``convert.heads``. Without a base they are
-    MERaLiON-2-3B's, both from the hub. ``q_bits``, another ``q_mode`` and ``quant_predicate`` imply ``quantize``.
+    ``base`` is a folder or hub id of transformers (Whisper, MERaLiON-2, Llama), faster-whisper (CTranslate2),
+    mlx-whisper or mlx-lm, an openai .pt file or a llama.cpp .gguf file; for ``heads`` see ``convert.heads``.
+    Without a base they are MERaLiON-2-3B's, both from the hub. ``q_bits``, another ``q_mode`` and
+    ``quant_predicate`` imply ``quantize``.
     ``q_encoder_bits`` are those of a quantized model's speech encoder, 16 leaves it as it is; if nothing is said,
     MERaLiON-2's stays and Whisper's is as its decoder. Floats keep the type of the source unless ``dtype``
     ("float16", "bfloat16", "float32") is given. Memory holds one or two tensors.
@@ -145,6 +149,8 @@ class _Job:
         self.source = source
         self.config = {"model_type": "whisper", **source.config}
         self.family = family_of(self.config, source)
+        if encoder_bits is not None and not self.family.encoder:
+            raise OptionError(f"--q-encoder-bits: {self.family.title} has no speech encoder; drop the option")
         self.dtype = self._dtype(dtype)
         model: Any = build(self.config, source.path)
         self.args = model.args
@@ -157,8 +163,9 @@ class _Job:
         self.heads_recipe: Recipe | None = None
         name = str(self.dtype or source.dtype).rpartition(".")[2]
         self.report = Report(
-            Path(), source.kind, self.family.title, name, skipped=self.plan.skipped, size_before=source.size
-        )
+            Path(), source.kind, self.family.title, name, skipped=self.plan.skipped, size_before=source.size,
+            hears=bool(self.family.encoder), notes=source.notes,
+        )  # fmt: skip
 
     def _dtype(self, chosen: mx.Dtype | None) -> mx.Dtype | None:
         """The type that floats are cast to, None as they are; OptionError for float16 where it is too narrow."""
@@ -178,6 +185,8 @@ class _Job:
         """
         if path is not None:
             self.heads = heads_files.read_heads(path)
+        elif self.source.heads:
+            self.heads = heads_files.read_heads(self.source.path)
         elif self.source.path.is_dir():
             self.heads = checkpoint.read_heads(self.source.path)
         if self.heads is None:

@@ -5,6 +5,8 @@
     convert --base /tmp/random-large-v3 --q-bits 4 --mlx-path /tmp/random-4bit
     python examples/make_random_checkpoint.py /tmp/random-meralion --model meralion-2-3b   # 7 GB, with 4 heads
     convert --base /tmp/random-meralion --heads /tmp/random-meralion/heads --q-bits 4 --mlx-path /tmp/meralion-4bit
+    python examples/make_random_checkpoint.py /tmp/random-vicuna --model vicuna-7b    # 13 GB, two sets of heads, 1.8 GB
+    convert --base /tmp/random-vicuna --heads /tmp/random-vicuna/heads-tied --q-bits 4 --mlx-path /tmp/vicuna-4bit
 
 The text it writes is noise. Tensors are made and written one at a time.
 """
@@ -19,6 +21,7 @@ import make_gemma_tokenizer
 import numpy as np
 
 from convert.pipeline import hf_shapes
+from convert.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, scored
 from mlx_medusa import models
 from mlx_medusa.checkpoint import staged_folder, write_json
 from mlx_medusa.shards import ShardWriter
@@ -184,16 +187,81 @@ def make_meralion(
         write_json(staging / "heads" / "adapter_config.json", {**said, "vocab_size": vocabulary})
 
 
+def vicuna_config(**changes: int) -> dict[str, Any]:
+    """A config.json with the shape of Vicuna-7B v1.3; ``changes`` are other numbers in it."""
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "float16",
+        **changes,
+    }
+
+
+def make_vicuna(
+    folder: Path, seed: int = 0, shard_bytes: int = 5 << 30, config: dict[str, Any] | None = None
+) -> None:
+    """Write a float16 Vicuna-7B (or what ``config`` says), and Medusa heads as their authors store them: in heads-tied
+    the three of theharshithh/vicuna-7b-speculative, in heads-own the five of FasterDecoding/medusa-vicuna-7b-v1.3.
+    """
+    random = np.random.default_rng(seed)
+    config = config or vicuna_config()
+    dim, vocabulary = config["hidden_size"], config["vocab_size"]
+    with staged_folder(folder) as staging:
+        write_json(staging / "config.json", config)
+        write_json(staging / "tokenizer.json", llama_tokenizer(vocabulary))
+        writer = ShardWriter(staging, shard_bytes=shard_bytes)
+        for name, shape in hf_shapes(models.build(config)).items():
+            writer.add(name, uniform(random, shape, 0.05, mx.float16))
+        writer.close()
+        for kind, heads, blocks in (("tied", 3, [(dim, dim)]), ("own", 5, [(dim, dim), (vocabulary, dim)])):
+            (staging / f"heads-{kind}").mkdir()
+            said = {
+                "medusa_num_heads": heads,
+                "medusa_num_layers": 1,
+                "version": "2" if kind == "tied" else "1",
+            }
+            said["base_model_name_or_path"] = "lmsys/vicuna-7b-v1.3"
+            write_json(staging / f"heads-{kind}" / "config.json", said)
+            writer = ShardWriter(staging / f"heads-{kind}", "medusa_lm_head", shard_bytes=1 << 62)
+            for head in range(heads):
+                writer.add(f"{head}.0.linear.weight", uniform(random, blocks[0], 0.01, mx.float16))
+                writer.add(f"{head}.0.linear.bias", uniform(random, (dim,), 0.01, mx.float16))
+                for shape in blocks[1:]:
+                    writer.add(f"{head}.1.weight", uniform(random, shape, 0.05, mx.float16))
+            writer.close(index=False)
+
+
+def llama_tokenizer(vocabulary: int) -> dict[str, Any]:
+    """A tokenizer.json of Llama's kind whose tokens are bytes, letters and fillers."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+    pieces += [chr(code) for code in range(33, 127)]
+    pieces = (pieces + [f"<filler {number}>" for number in range(vocabulary)])[:vocabulary]
+    kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (vocabulary - 259)]
+    return scored(pieces, kinds, [0.0] * vocabulary, True, 1, Path("tokenizer.json"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--model", choices=("whisper", "meralion-2-3b"), default="whisper")
+    parser.add_argument("--model", choices=("whisper", "meralion-2-3b", "vicuna-7b"), default="whisper")
     parser.add_argument("--size", choices=SIZES, default="large-v3")
     parser.add_argument("--dtype", choices=DTYPES, default="float16")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.model == "whisper":
         make(args.folder, args.size, args.dtype, args.seed)
+    elif args.model == "vicuna-7b":
+        make_vicuna(args.folder, args.seed)
     else:
         make_meralion(args.folder, args.seed)
 

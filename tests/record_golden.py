@@ -22,7 +22,7 @@ from clips import english, nine_languages, sounds
 from fetch_speech import fetch_languages, fetch_speech
 
 from mlx_medusa import reference
-from mlx_medusa.demo import HEADS
+from mlx_medusa.demo import SPEECH
 from mlx_medusa.parity.inputs import Input
 from mlx_medusa.parity.record import head_of, record
 from mlx_medusa.parity.records import Asked, Entry, Record
@@ -72,7 +72,7 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="*", help="names of clips (default: all)")
     args = parser.parse_args()
-    heads = HEADS / args.heads if args.heads else None
+    heads = SPEECH.shipped / args.heads if args.heads else None
     oracle = reference.load(args.folder, heads=heads, device="cpu")
     width = 1 + oracle.drafter.max_drafts if oracle.drafter else 1
     entries = []

@@ -107,6 +107,29 @@ def test_fetch(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [("me/other", ["*.pt"], True), ("me/other", ["*.pt"], False)]
 
 
+def test_other_files_are_fetched_only_where_there_are_no_weights(
+    hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Vicuna v1.3 has PyTorch files only; a repository that has safetensors too is not fetched twice."""
+    wanted = []
+
+    def snapshot_download(repo: str, *, allow_patterns: list[str], local_files_only: bool) -> str:
+        wanted.append(allow_patterns)
+        if "*.bin" in allow_patterns:
+            (hub_cache / "pytorch_model.bin").touch()
+        return str(hub_cache)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert resolve("me/other", patterns=("*.safetensors",), otherwise=("*.bin",)) == hub_cache
+    assert wanted == [["*.safetensors"]]
+    (hub_cache / "model.safetensors").unlink()
+    assert resolve("me/other", patterns=("*.safetensors",), otherwise=("*.bin",)) == hub_cache
+    assert wanted[1:] == [["*.safetensors"], ["*.safetensors", "*.bin"]]
+    wanted.clear()
+    assert resolve("me/other", patterns=("*.json",), weights=False) == hub_cache
+    assert wanted == [["*.json"]]
+
+
 @pytest.mark.parametrize(
     "text",
     [

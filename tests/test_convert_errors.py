@@ -82,7 +82,7 @@ def bad_tensor(case: str, hf: Path, folder: Path) -> Path:
 
 
 BAD_CONFIGS = {
-    "not whisper": '{"model_type": "llama"}',
+    "not whisper": '{"model_type": "gpt2"}',
     "broken config": "{",
     "config without weights": '{"model_type": "whisper"}',
 }
@@ -147,10 +147,10 @@ CASES = {
     "text named pt": r"model\.pt: not a PyTorch file",
     "pt of something else": r"model\.pt: not an openai Whisper checkpoint",
     "pt with one more": r"unexpected tensor 'decoder\.extra'",
-    "not whisper": r"model_type 'llama'",
+    "not whisper": r"model_type 'gpt2'",
     "broken config": r"config\.json: not valid JSON",
     "config without weights": r"no model\.safetensors",
-    "empty folder": r"no Whisper checkpoint",
+    "empty folder": r"no checkpoint",
     "no such folder": r"no such file or folder",
 }
 

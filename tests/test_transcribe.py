@@ -354,7 +354,7 @@ def test_no_model(run, wav, tmp_path, monkeypatch, capfd):
         assert (status, out) == (1, "")
         one_line(err, Path(model).name)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mlx_medusa.demo.demo_model", lambda: None)
+    monkeypatch.setattr("mlx_medusa.command.demo_model", lambda demo: None)
     assert main([str(wav)]) == 1
     one_line(capfd.readouterr().err, "convert --base", "mlx-medusa[demo]")
 

@@ -36,7 +36,7 @@ class Source:
 
     path: Path
     kind: str  # for the report
-    config: dict[str, Any]  # a transformers WhisperConfig
+    config: dict[str, Any]  # a transformers config
     dtype: mx.Dtype  # of the floats; quantized ones are dequantized to it
     tensors: Callable[[], Iterator[tuple[str, mx.array | Packed]]]
     size: int  # bytes of the weights on disk
@@ -44,6 +44,9 @@ class Source:
     generation: dict[str, Any] | None = None
     tokenizer: Path | None = None  # a folder with tokenizer.json, or with vocab.json and merges.txt
     extras: list[Path] = field(default_factory=list)  # small files to copy as they are
+    made: dict[str, dict[str, Any]] = field(default_factory=dict)  # JSON files that it holds in another form
+    heads: bool = False  # whether its files hold Medusa heads too
+    notes: list[str] = field(default_factory=list)  # what the report says about it
 
 
 def unite(

@@ -61,6 +61,13 @@ class KVCache:
                     buffers[layer] = buffer
         self.length = base + len(slots)
 
+    def select(self, sequences: list[int]) -> None:
+        """Keep only these sequences of the batch."""
+        index = mx.array(sequences)
+        for buffers in (self._keys, self._values):
+            for layer, buffer in enumerate(buffers):
+                buffers[layer] = buffer[index]
+
     def rows(self, layer: int) -> tuple[mx.array, mx.array]:
         """The kept K and V of a layer, [B, heads, length, d]."""
         return self._keys[layer][:, :, : self.length], self._values[layer][:, :, : self.length]

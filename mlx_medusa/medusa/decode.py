@@ -1,11 +1,14 @@
-"""Greedy decoding with drafts: prefill, then rounds of propose, verify, accept.
+"""Decoding with drafts: prefill, then rounds of propose, verify, accept.
 
-What comes out is what plain greedy decoding writes: a draft is kept only where it equals the token that the verifier
-itself picks under the rules. Plain greedy decoding is the same loop with width 1, that is without drafts.
+What comes out is what plain decoding writes: a guess is kept only where it equals the token that the verifier itself
+picks there under the rules, the best one or, with a sampler, the one it draws. Plain decoding is the same loop with
+width 1, that is without drafts. Drafts are chains, or trees of alternatives.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Protocol
 
@@ -14,6 +17,8 @@ import mlx.core as mx
 from mlx_medusa.errors import OptionError
 from mlx_medusa.medusa.cache import KVCache
 from mlx_medusa.medusa.rules import Rule, pick
+from mlx_medusa.medusa.sampling import Sampler
+from mlx_medusa.medusa.trees import Draft, Path, Tree, chain
 
 PIECE = 512  # tokens of a prompt that are read in one pass, which bounds the memory of a long one
 
@@ -43,7 +48,7 @@ class Drafter(Protocol):
 
     @property
     def max_drafts(self) -> int:
-        """The most tokens that ``propose`` can guess."""
+        """How many tokens ahead it can guess."""
         ...
 
     def begin(self, memory: mx.array | None) -> None:
@@ -51,7 +56,15 @@ class Drafter(Protocol):
         ...
 
     def propose(self, hidden: mx.array, pending: int, count: int) -> list[int]:
-        """Guess at most ``count`` tokens after ``pending``; ``hidden`` [1, 1, D] is the state that predicted it."""
+        """Guess at most ``count`` tokens after ``pending``.
+
+        ``hidden`` [1, n, D] are the verifier's states of all rows kept since the last call, at the first call those
+        that ``prefill`` read; the last one predicted ``pending``.
+        """
+        ...
+
+    def propose_tree(self, hidden: mx.array, pending: int, tree: Tree) -> list[int]:
+        """Guess a token for each node of ``tree``, in the order of its paths. Otherwise as ``propose``."""
         ...
 
 
@@ -70,8 +83,7 @@ class State:
     tokens: list[int]  # prompt and decided tokens
     begin: int  # length of the prompt
     cache: KVCache
-    hidden: mx.array  # [1, W, D] of the last pass
-    at: int  # the row of ``hidden`` that predicted the pending token
+    hidden: mx.array  # [1, n, D] of the last pass, of the kept rows; the last one predicted the pending token
 
 
 @dataclass(frozen=True)
@@ -81,6 +93,7 @@ class Run:
     tokens: list[int]
     logprobs: mx.array  # [len(tokens)] float32, log probabilities under the rules
     finish_reason: str | None  # "stop" (a token of eos), "length" (token or context limit), None: it goes on
+    path: Path = ()  # the ranks of the guesses among the tokens; they come first
 
 
 @dataclass(frozen=True)
@@ -101,6 +114,7 @@ class Statistics:
     drafted: int = 0  # guesses offered to the verifier
     accepted: int = 0  # guesses among ``tokens``
     accepted_per_head: list[int] = field(default_factory=list)  # by distance from the pending token
+    paths: Counter[Path] = field(default_factory=Counter)  # rounds by the ranks of the guesses that were kept
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
 
@@ -109,22 +123,16 @@ class Statistics:
         """Mean number of tokens that a verifier pass decides; 0 without a pass."""
         return self.tokens / self.rounds if self.rounds else 0.0
 
-    def count(self, run: Run, drafts: list[int]) -> None:
+    def count(self, run: Run, draft: Draft) -> None:
         """Add one round."""
-        accepted = matching(drafts, run.tokens)
         self.tokens += len(run.tokens)
         self.rounds += 1
-        self.drafted += len(drafts)
-        self.accepted += accepted
-        self.accepted_per_head += [0] * (len(drafts) - len(self.accepted_per_head))
-        for head in range(accepted):
+        self.drafted += len(draft.tokens)
+        self.accepted += len(run.path)
+        self.paths[run.path] += 1
+        self.accepted_per_head += [0] * (draft.tree.depth - len(self.accepted_per_head))
+        for head in range(len(run.path)):
             self.accepted_per_head[head] += 1
-
-
-def matching(drafts: Sequence[int], picks: Sequence[int]) -> int:
-    """How many drafts, from the first on, are what the verifier picks."""
-    pairs = list(zip(drafts, picks, strict=False))
-    return next((i for i, (draft, chosen) in enumerate(pairs) if draft != chosen), len(pairs))
 
 
 def chain_pass(verifier: Verifier, tokens: Sequence[int], cache: KVCache) -> mx.array:
@@ -137,53 +145,96 @@ def chain_pass(verifier: Verifier, tokens: Sequence[int], cache: KVCache) -> mx.
     return verifier.step(mx.array([list(tokens)]), positions[None], mask, cache)
 
 
-def prefill(
-    verifier: Verifier, prompt: Sequence[int], cache: KVCache, limits: Limits, rules: Sequence[Rule] = ()
-) -> tuple[State, Run]:
-    """Read the prompt into an empty cache and decide the first token. The same call with and without drafts.
+def draft_pass(verifier: Verifier, pending: int, draft: Draft, cache: KVCache) -> mx.array:
+    """One pass over the pending token and the guesses, each seeing only the ones that it follows: [1, 1 + n, D]."""
+    tokens, tree = [pending, *draft.tokens], draft.tree
+    if tree.is_chain:
+        return chain_pass(verifier, tokens, cache)
+    positions = mx.array(tree.depths + cache.length)
+    past = mx.ones((len(tokens), cache.length), dtype=mx.bool_)
+    mask = mx.concatenate([past, mx.array(tree.mask)], axis=1)[None, None]  # [1, 1, 1 + n, length + 1 + n]
+    return verifier.step(mx.array([tokens]), positions[None], mask, cache)
 
-    ``state.hidden`` holds the states of the whole prompt. Raises OptionError if the prompt leaves no room for a token.
+
+def prefill(
+    verifier: Verifier,
+    prompt: Sequence[int],
+    cache: KVCache,
+    limits: Limits,
+    rules: Sequence[Rule] = (),
+    sampler: Sampler | None = None,
+) -> tuple[State, Run]:
+    """Read the prompt and decide the first token. The same call with and without drafts.
+
+    The rows that ``cache`` holds already must be those of the first tokens of the prompt (a conversation that goes on):
+    only the others are read, and ``state.hidden`` holds the states of these. Raises OptionError if the prompt leaves no
+    room for a token.
     """
     if not 0 < len(prompt) < verifier.max_length:
         raise OptionError(f"a prompt of {len(prompt)} tokens does not fit a context of {verifier.max_length}")
+    if cache.length >= len(prompt):
+        raise ValueError(f"the cache holds {cache.length} of {len(prompt)} tokens, so none is left to read")
     pieces = []
-    for start in range(0, len(prompt), PIECE):
-        pieces.append(chain_pass(verifier, prompt[start : start + PIECE], cache))
-        mx.eval(pieces[-1])
-    hidden = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
-    picks, logits = pick(rules, [prompt], verifier.logits(hidden[0, -1:]))
-    state = State(list(prompt), len(prompt), cache, hidden, len(prompt) - 1)
+    with _undone_if_broken(cache):
+        for start in range(cache.length, len(prompt), PIECE):
+            pieces.append(chain_pass(verifier, prompt[start : start + PIECE], cache))
+            mx.eval(pieces[-1])
+        hidden = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
+        picks, logits = pick(rules, [prompt], verifier.logits(hidden[0, -1:]), sampler)
+    state = State(list(prompt), len(prompt), cache, hidden)
     return state, _append(verifier, state, picks, logits, limits)
 
 
-def propose(drafter: Drafter | None, state: State, count: int) -> list[int]:
-    """Guess up to ``count`` tokens after the pending one."""
-    if drafter is None or count < 1:
-        return []
-    return drafter.propose(state.hidden[:, state.at : state.at + 1], state.tokens[-1], count)
-
-
-def verify(verifier: Verifier, state: State, drafts: list[int], rules: Sequence[Rule]) -> Verdict:
-    """One pass over the pending token and the drafts, each row under the rules of its own prefix."""
-    kept = state.cache.length
+@contextmanager
+def _undone_if_broken(cache: KVCache) -> Iterator[None]:
+    """An error or an interrupt leaves the cache as it was."""
+    kept = cache.length
     try:
-        hidden = chain_pass(verifier, [state.tokens[-1], *drafts], state.cache)
-        prefixes = [state.tokens + drafts[:row] for row in range(len(drafts) + 1)]
-        picks, logits = pick(rules, prefixes, verifier.logits(hidden[0]))
-        return Verdict(hidden, picks, logits)
-    except BaseException:  # an interrupt too must leave the cache as it was
-        state.cache.rewind(state.cache.length - kept)
+        yield
+    except BaseException:
+        cache.rewind(cache.length - kept)
         raise
 
 
-def accept(verifier: Verifier, state: State, drafts: list[int], verdict: Verdict, limits: Limits) -> Run:
-    """Keep the drafts that the verifier picks too, then its own token; rewind the cache to what that needs."""
-    picks = verdict.picks[: matching(drafts, verdict.picks) + 1]
+def propose(drafter: Drafter | None, state: State, tree: Tree) -> Draft:
+    """Guesses after the pending token, for the part of the tree that the drafter reaches."""
+    tree = tree.cut(drafter.max_drafts if drafter else 0)
+    if drafter is None or not tree.depth:
+        return Draft.chain([])
+    if tree.is_chain:
+        return Draft.chain(drafter.propose(state.hidden, state.tokens[-1], tree.depth))
+    return Draft(drafter.propose_tree(state.hidden, state.tokens[-1], tree), tree)
+
+
+def verify(
+    verifier: Verifier, state: State, draft: Draft, rules: Sequence[Rule], sampler: Sampler | None = None
+) -> Verdict:
+    """One pass over the pending token and the guesses, each row under the rules of its own prefix."""
+    with _undone_if_broken(state.cache):
+        hidden = draft_pass(verifier, state.tokens[-1], draft, state.cache)
+        prefixes = draft.prefixes(state.tokens)
+        picks, logits = pick(rules, prefixes, verifier.logits(hidden[0]), sampler, draft)
+        return Verdict(hidden, picks, logits)
+
+
+def accept(verifier: Verifier, state: State, draft: Draft, verdict: Verdict, limits: Limits) -> Run:
+    """Keep the longest path of guesses that the verifier picks too, then its own token after that; of the cache, keep
+    what this needs.
+    """
+    path = draft.accepted(verdict.picks)
+    picks = [verdict.picks[row] for row in path]
     base = state.cache.length - len(verdict.picks)
-    run = _append(verifier, state, picks, verdict.logits, limits)
-    state.hidden, state.at = verdict.hidden, len(run.tokens) - 1
-    state.cache.keep(base, list(range(base, base + len(run.tokens))))
-    return run
+    run = _append(verifier, state, picks, _rows(verdict.logits, path), limits)
+    kept = path[: len(run.tokens)]
+    state.hidden = _rows(verdict.hidden[0], kept)[None]
+    state.cache.keep(base, [base + row for row in kept])
+    last = path[min(len(path) - 1, len(run.tokens))]  # the row of the last guess among the tokens
+    return replace(run, path=draft.tree.paths[last - 1] if last else ())
+
+
+def _rows(x: mx.array, rows: Sequence[int]) -> mx.array:
+    """Rows of [W, ...]; a chain's come first and are not gathered."""
+    return x[: len(rows)] if rows[-1] == len(rows) - 1 else x[mx.array(list(rows))]
 
 
 def generate(
@@ -196,25 +247,29 @@ def generate(
     drafter: Drafter | None = None,
     memory: mx.array | None = None,
     width: int = 1,
+    tree: Tree | None = None,
+    sampler: Sampler | None = None,
     statistics: Statistics | None = None,
 ) -> Iterator[Run]:
     """Yield the runs of a prefilled sequence, ``first`` included, until one has a finish reason.
 
-    ``width`` is the number of rows of a verifier pass, that is one more than the drafts. The caller may stop at any
-    run: the cache then holds every token of ``state`` but the pending one.
+    ``width`` is the number of rows of a verifier pass, that is one more than the guesses of a chain; a ``tree`` takes
+    its place. Both are cut to what the drafter can guess and what the limits leave room for. ``sampler`` is the one of
+    ``prefill``. The caller may stop at any run: the cache then holds every token of ``state`` but the pending one.
     """
     statistics = statistics if statistics is not None else Statistics()
     if drafter is not None:
         drafter.begin(memory)
+    tree = chain(width - 1) if tree is None else tree
     run = first
     yield run
     while run.finish_reason is None:
         start = perf_counter()
-        drafts = propose(drafter, state, min(width - 1, _room(verifier, state, limits) - 1))
+        draft = propose(drafter, state, tree.cut(_room(verifier, state, limits) - 1))
         middle = perf_counter()
-        verdict = verify(verifier, state, drafts, rules)
-        run = accept(verifier, state, drafts, verdict, limits)
-        statistics.count(run, drafts)
+        verdict = verify(verifier, state, draft, rules, sampler)
+        run = accept(verifier, state, draft, verdict, limits)
+        statistics.count(run, draft)
         statistics.draft_seconds += middle - start
         statistics.verify_seconds += perf_counter() - middle
         yield run

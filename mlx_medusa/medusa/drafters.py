@@ -11,10 +11,11 @@ from mlx.utils import tree_map
 
 from mlx_medusa import checkpoint
 from mlx_medusa.errors import CheckpointError
+from mlx_medusa.medusa.causal import CausalArgs, CausalDrafter, CausalHeads
 from mlx_medusa.medusa.decode import Drafter
 from mlx_medusa.medusa.heads import HeadsArgs, MedusaDrafter, MedusaHeads
 from mlx_medusa.medusa.recurrent import RecurrentArgs, RecurrentDrafter, RecurrentHeads
-from mlx_medusa.medusa.vocabulary import DraftVocabulary, Guess, best, check_vocabulary
+from mlx_medusa.medusa.vocabulary import DraftVocabulary, Guess, Vocabulary, check_vocabulary
 
 
 class Base(Protocol):
@@ -48,6 +49,9 @@ KINDS = {  # ``type`` of the medusa config -> kind
         RecurrentArgs,
         RecurrentHeads,
         lambda heads, base, guess: RecurrentDrafter(heads, base.embed, guess),
+    ),
+    "causal": Kind(
+        CausalArgs, CausalHeads, lambda heads, base, guess: CausalDrafter(heads, base.embed, guess)
     ),
 }
 
@@ -122,7 +126,7 @@ def new_drafter(
     source: object = "heads",
 ) -> Drafter:
     """The drafter around loaded heads. With ``ids`` [N], and perhaps ``basis`` [D, r], it guesses among those."""
-    guess: Guess = lambda states: best(base.logits(states))  # noqa: E731 - it is one branch of a choice
+    guess: Guess = Vocabulary(base.logits)
     if ids is not None:
         rows = base.projection_rows(ids)
         guess = DraftVocabulary(ids, rows, None if basis is None else basis.astype(rows.dtype))

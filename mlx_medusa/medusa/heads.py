@@ -11,7 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_medusa.errors import CheckpointError
-from mlx_medusa.medusa.vocabulary import Guess, best
+from mlx_medusa.medusa.trees import Tree
+from mlx_medusa.medusa.vocabulary import Guess, best, ranked
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class MedusaDrafter:
     """Medusa heads as a drafter: all guesses at once, from the one state that predicted the pending token."""
 
     def __init__(self, heads: MedusaHeads, guess: Guess):
-        """``guess`` takes states [n, D] to ids [n]; heads with their own projection do not use it."""
+        """``guess`` takes states to ids; heads with their own projection do not use it."""
         self.heads = heads
         self.guess = guess
 
@@ -124,6 +125,17 @@ class MedusaDrafter:
         return ids
 
     def guesses(self, hidden: mx.array, count: int) -> mx.array:
-        """State [1, 1, D] -> ids [count], lazily."""
-        states = self.heads(hidden[0], count)
+        """States [1, n, D], of which the last counts -> ids [count], lazily."""
+        states = self.heads(hidden[0, -1:], count)
         return self.guess(states[:, 0]) if self.heads.args.tied else best(self.heads.projection(states)[:, 0])
+
+    def propose_tree(self, hidden: mx.array, pending: int, tree: Tree) -> list[int]:
+        """Each head's best guesses, whatever the guesses before them are."""
+        states = self.heads(hidden[0, -1:], tree.depth)
+        count = 1 + max(map(max, tree.paths))
+        if self.heads.args.tied:
+            guesses = self.guess.top(states[:, 0], count)
+        else:
+            guesses = ranked(self.heads.projection(states)[:, 0], count)
+        ids: list[list[int]] = guesses.tolist()  # type: ignore[assignment]
+        return [ids[len(path) - 1][path[-1]] for path in tree.paths]

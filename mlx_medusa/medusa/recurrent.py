@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_medusa.errors import CheckpointError
+from mlx_medusa.medusa.trees import Tree
 from mlx_medusa.medusa.vocabulary import Guess
 from mlx_medusa.models.layers import attention, gelu
 
@@ -123,7 +124,7 @@ class RecurrentDrafter:
     """Recurrent heads as a drafter: a chain, each guess made from the one before."""
 
     def __init__(self, heads: RecurrentHeads, embed: Callable[[mx.array], mx.array], guess: Guess):
-        """``embed`` takes ids [n] to [n, D], ``guess`` states [n, D] to ids [n]."""
+        """``embed`` takes ids [n] to [n, D], ``guess`` states to ids."""
         self.heads = heads
         self.guess = guess
         self._embed = embed
@@ -145,13 +146,26 @@ class RecurrentDrafter:
         return ids
 
     def guesses(self, hidden: mx.array, token: mx.array, memory: Memory, count: int) -> mx.array:
-        """State [1, 1, D] and pending token [1] -> ids [count], lazily.
+        """States [1, n, D], of which the last counts, and pending token [1] -> ids [count], lazily.
 
         One graph for all guesses: a guess feeds the next one on the device, and the host waits once.
         """
-        state, guesses = hidden, []
+        state, guesses = hidden[:, -1:], []
         for _ in range(count):
             state = self.heads(state, self._embed(token)[None], memory)
             token = self.guess(self.heads.layer_norm(state)[0])
             guesses.append(token)
         return mx.concatenate(guesses)
+
+    def propose_tree(self, hidden: mx.array, pending: int, tree: Tree) -> list[int]:
+        """Level by level, the nodes of one that have children as one batch of rows; the host waits once."""
+        states, tokens = hidden[:, -1:], mx.array([pending])
+        guesses = []
+        for level in tree.levels:
+            sources, parents = mx.array(level.sources), mx.array(level.parents)
+            states = self.heads(states[:, sources], self._embed(tokens[sources])[None], self._memory)
+            best = self.guess.top(self.heads.layer_norm(states)[0], 1 + max(level.ranks))
+            states, tokens = states[:, parents], best[parents, mx.array(level.ranks)]
+            guesses.append(tokens)
+        ids: list[int] = mx.concatenate(guesses).tolist()  # type: ignore[assignment]
+        return ids

@@ -4,13 +4,15 @@ A rule is a pure function of (tokens so far, logits row). It is given W rows at 
 would have in plain decoding, so that a verified draft sees exactly the rules it would have seen one token at a time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_medusa.medusa.grammar import TimestampGrammar
+from mlx_medusa.medusa.sampling import Sampler
+from mlx_medusa.medusa.trees import Draft
 
 Prefix = Sequence[int]  # prompt and decided tokens before a row
 
@@ -21,15 +23,24 @@ class Rule(Protocol):
         ...
 
 
-def pick(rules: Sequence[Rule], prefixes: Sequence[Prefix], logits: mx.array) -> tuple[list[int], mx.array]:
+def pick(
+    rules: Sequence[Rule],
+    prefixes: Sequence[Prefix],
+    logits: mx.array,
+    sampler: Sampler | None = None,
+    draft: Draft | None = None,
+) -> tuple[list[int], mx.array]:
     """The next token of each row under the rules: (W ids, edited logits [W, V] float32).
 
-    The highest logit wins, of equal ones the lowest id. Plain decoding and the verifier both call this.
+    Without a sampler the highest logit wins, of equal ones the lowest id. ``draft`` is what the rows verify, if
+    anything. Plain decoding and the verifier both call this.
     """
     logits = logits.astype(mx.float32)
     for rule in rules:
         logits = rule(prefixes, logits)
-    return highest(logits), logits
+    if sampler is None:
+        return highest(logits), logits
+    return sampler([len(prefix) for prefix in prefixes], logits, draft), logits
 
 
 def highest(logits: mx.array) -> list[int]:
@@ -102,10 +113,14 @@ class NoRepeatNGram:
         self._size = size
 
     def __call__(self, prefixes: Sequence[Prefix], logits: mx.array) -> mx.array:
-        longest = max(prefixes, key=len)
-        tokens = np.asarray(longest)  # the rows of a pass share it: each is a part of the longest
+        shortest = min(prefixes, key=len)
+        shared, size = np.asarray(shortest), len(shortest)  # the rows of a pass go on from it
         banned = [
-            self._banned(tokens[: len(prefix)] if longest[: len(prefix)] == prefix else np.asarray(prefix))
+            self._banned(
+                np.concatenate([shared, np.asarray(prefix[size:], shared.dtype)])
+                if prefix[:size] == shortest
+                else np.asarray(prefix)
+            )
             for prefix in prefixes
         ]
         if not any(banned):
@@ -124,3 +139,19 @@ class NoRepeatNGram:
         for offset in range(count):
             starts &= tokens[offset : offset + len(starts)] == tokens[len(tokens) - count + offset]
         return set(tokens[count:][starts].tolist())
+
+
+class Processors:
+    """mlx-lm's logits processors (``mlx_lm.sample_utils.make_logits_processors``) as a rule."""
+
+    def __init__(self, processors: Sequence[Callable[[mx.array, mx.array], mx.array]]):
+        self._processors = processors
+
+    def __call__(self, prefixes: Sequence[Prefix], logits: mx.array) -> mx.array:
+        rows = []
+        for index, prefix in enumerate(prefixes):
+            row, tokens = logits[index : index + 1], mx.array(list(prefix))
+            for processor in self._processors:
+                row = processor(tokens, row)
+            rows.append(row)
+        return mx.concatenate(rows)

@@ -16,6 +16,8 @@ logger = logging.getLogger("mlx_medusa")
 ARCHITECTURES = {
     "whisper": "whisper",
     "meralion2": "meralion2",
+    "llama": "llama",
+    "mistral": "llama",
 }  # config.json's model_type -> module in this package
 
 

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_medusa.models.base import BaseModelArgs
+from mlx_medusa.models.layers import embedded, rows, turn
 
 if TYPE_CHECKING:
     from mlx_medusa.medusa.cache import KVCache
@@ -63,7 +64,7 @@ class RMSNorm(nn.Module):
 
 
 class Rope:
-    """Rotary positions, one per token: ``mx.fast.rope`` has an offset per batch row, so tokens go to that axis."""
+    """Rotary positions, one per token."""
 
     def __init__(self, head_dim: int, theta: float):
         self._dims = head_dim
@@ -73,12 +74,12 @@ class Rope:
 
     def __call__(self, x: mx.array, positions: mx.array) -> mx.array:
         """[B, W, heads, d], positions [B, W] -> [B, heads, W, d]"""
-        tokens = x.reshape(-1, x.shape[2], 1, x.shape[3])
-        turned = mx.fast.rope(
-            tokens, self._dims, traditional=False, base=None, scale=1.0, offset=positions.reshape(-1),
-            freqs=self._periods,
-        )  # fmt: skip
-        return turned.reshape(x.shape).swapaxes(1, 2)
+        return turn(self._turn, x, positions)
+
+    def _turn(self, x: mx.array, offset: mx.array) -> mx.array:
+        return mx.fast.rope(
+            x, self._dims, traditional=False, base=None, scale=1.0, offset=offset, freqs=self._periods
+        )
 
 
 def attention(
@@ -179,7 +180,7 @@ class Gemma2(nn.Module):
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Ids [...] -> rows of the token embedding [..., D], not scaled."""
-        return self.model.embed_tokens(tokens)
+        return embedded(self.model.embed_tokens, tokens, like=self.model.norm.weight)
 
     def scale(self, embedded: mx.array) -> mx.array:
         """Embeddings as the first layer takes them, times sqrt(D) rounded to their dtype."""
@@ -217,12 +218,4 @@ class Gemma2(nn.Module):
 
     def projection_rows(self, tokens: mx.array) -> mx.array:
         """Ids [n] -> their rows of the vocabulary projection, [n, D]."""
-        if self.args.tie_word_embeddings:
-            return self.embed(tokens)
-        if not isinstance(self.lm_head, nn.QuantizedLinear):
-            return self.lm_head.weight[tokens]
-        part = self.lm_head
-        biases = None if part.biases is None else part.biases[tokens]
-        return mx.dequantize(
-            part.weight[tokens], part.scales[tokens], biases, group_size=part.group_size, bits=part.bits, mode=part.mode
-        )  # fmt: skip
+        return self.embed(tokens) if self.args.tie_word_embeddings else rows(self.lm_head, tokens)

@@ -22,7 +22,7 @@ KINDS: dict[str, Any] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
 }
-MAX_TOKENS = 100  # if nothing is said
+MAX_TOKENS = 100  # if nothing is asked, as in ``parity.records``
 
 
 class LlamaReference:

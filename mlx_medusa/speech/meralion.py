@@ -14,6 +14,7 @@ from mlx_medusa.errors import OptionError
 from mlx_medusa.medusa.cache import KVCache
 from mlx_medusa.medusa.decode import Drafter, Limits
 from mlx_medusa.medusa.rules import NoRepeatNGram, Rule
+from mlx_medusa.medusa.width import check_width
 from mlx_medusa.models.meralion2 import Speech
 from mlx_medusa.speech.chat import ChatTokenizer
 from mlx_medusa.speech.languages import language_code
@@ -23,7 +24,6 @@ from mlx_medusa.speech.tasks import QUERY
 from mlx_medusa.speech.transcriber import (
     Options,
     Session,
-    check_width,
     compression_ratio,
     decode,
     result,
@@ -85,7 +85,11 @@ class MeralionTranscriber:
         if options.language is not None and (language := language_code(options.language)) is None:
             raise OptionError(f"language {options.language!r} is not known: use a code such as en")
         self.tokenizer.prompt(self.instruction(options), 1)  # an instruction that cannot be is refused here
-        return replace(options, language=language, width=check_width(options, self.drafter))
+        return replace(
+            options,
+            language=language,
+            width=check_width(options.width, self.drafter if options.medusa else None),
+        )
 
     def instruction(self, options: Options) -> str:
         """What the model is asked to do."""

@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mlx_medusa.results import MedusaStatistics
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -18,27 +20,6 @@ class Segment:
     avg_logprob: float
     compression_ratio: float
     no_speech_prob: float
-
-
-@dataclass(frozen=True)
-class MedusaStatistics:
-    """How the decode loop did.
-
-    ``tokens`` were decided in ``rounds`` verifier passes (the token that each window's prefill decides is not counted),
-    ``accepted`` of ``drafted`` guesses were right, ``accepted_per_head`` by distance from the last sure token. Encoding
-    takes from samples to cross-attention K/V, decoding includes the prefill and the drafting.
-    """
-
-    tokens: int
-    rounds: int
-    drafted: int
-    accepted: int
-    accepted_per_head: list[int]
-    tokens_per_verify: float
-    width: int
-    encode_seconds: float
-    decode_seconds: float
-    draft_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

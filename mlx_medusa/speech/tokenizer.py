@@ -1,13 +1,14 @@
 """Whisper's tokens: the text ones through ``tokenizers``, the special ones by name."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from mlx_medusa.checkpoint import read_json
 from mlx_medusa.errors import CheckpointError
+from mlx_medusa.tokenizer import needed, read_tokenizer
 
 
 class WhisperTokenizer:
@@ -32,21 +33,11 @@ class WhisperTokenizer:
     @classmethod
     def from_folder(cls, folder: Path) -> "WhisperTokenizer":
         """Read tokenizer.json and generation_config.json; CheckpointError if one is missing or broken."""
-        path = folder / "tokenizer.json"
-        settings = folder / "generation_config.json"
-        for needed in (path, settings):
-            if not needed.is_file():
-                raise CheckpointError(f"{needed}: missing from the model folder; convert the model again")
-        try:
-            config = json.loads(settings.read_text(encoding="utf-8"))
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises a bare Exception
-            raise CheckpointError(
-                f"{path}: cannot be read as a tokenizer ({error}); convert the model again"
-            ) from error
-        if not isinstance(config, dict) or not isinstance(config.get("is_multilingual"), bool):
+        settings = needed(folder, "generation_config.json")
+        config = read_json(settings)
+        if not isinstance(config.get("is_multilingual"), bool):
             raise CheckpointError(f"{settings}: 'is_multilingual' is missing; convert the model again")
-        return cls(tokenizer, config, path)
+        return cls(read_tokenizer(folder), config, folder / "tokenizer.json")
 
     def _id(self, *names: str) -> int:
         for name in names:

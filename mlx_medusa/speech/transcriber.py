@@ -3,7 +3,6 @@
 import logging
 import zlib
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -11,22 +10,20 @@ import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
-from mlx_medusa import blas, checkpoint, models
 from mlx_medusa.audio import SAMPLE_RATE, Source, log_mel, read_blocks
 from mlx_medusa.errors import MedusaError, OptionError
 from mlx_medusa.medusa.cache import KVCache
 from mlx_medusa.medusa.decode import Drafter, Limits, Statistics, generate, prefill
-from mlx_medusa.medusa.drafters import load_drafter
 from mlx_medusa.medusa.rules import Rule, Suppress, SuppressAtBegin, Timestamps
+from mlx_medusa.medusa.width import check_width
+from mlx_medusa.results import medusa_statistics
 from mlx_medusa.speech import tasks
 from mlx_medusa.speech.languages import language_code
-from mlx_medusa.speech.results import MedusaStatistics, Segment, Transcription
+from mlx_medusa.speech.results import Segment, Transcription
 from mlx_medusa.speech.tokenizer import WhisperTokenizer
 from mlx_medusa.speech.windows import Window, windows
 
 logger = logging.getLogger("mlx_medusa")
-
-DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,11 @@ class Transcriber:
         args = self.model.args
         if options.task == "translate" and (args.encoder_layers, args.decoder_layers) == (32, 4):
             logger.warning("whisper-large-v3-turbo was not trained to translate: its text may not be English")
-        return replace(options, language=language, width=check_width(options, self.drafter))
+        return replace(
+            options,
+            language=language,
+            width=check_width(options.width, self.drafter if options.medusa else None),
+        )
 
     def _window(self, window: Window, options: Options, session: Session) -> None:
         """Transcribe one window, adding to ``session``."""
@@ -215,16 +216,6 @@ class Transcriber:
         return rules
 
 
-def check_width(options: Options, drafter: Drafter | None) -> int:
-    """The width of a pass with this drafter; OptionError if it cannot guess so many."""
-    most = 1 + (drafter.max_drafts if drafter and options.medusa else 0)
-    width = options.width or most
-    if width > most:
-        cure = "convert with --heads" if most == 1 else "use fewer rows"
-        raise OptionError(f"width {width} needs {width - 1} heads, and there are {most - 1}: {cure}")
-    return width
-
-
 def decode(
     model: Any,
     prompt: list[int],
@@ -263,23 +254,13 @@ def decode(
 
 def result(session: Session, options: Options) -> Transcription:
     """What a session has come to."""
-    counts = session.statistics
-    heads = counts.accepted_per_head + [0] * ((options.width or 1) - 1 - len(counts.accepted_per_head))
+    width = options.width or 1
     return Transcription(
         text="".join(segment.text for segment in session.segments),
         language=session.language or "en",
         segments=session.segments,
-        medusa=MedusaStatistics(
-            tokens=counts.tokens,
-            rounds=counts.rounds,
-            drafted=counts.drafted,
-            accepted=counts.accepted,
-            accepted_per_head=heads,
-            tokens_per_verify=counts.tokens_per_verify,
-            width=options.width or 1,
-            encode_seconds=session.encode_seconds,
-            decode_seconds=session.decode_seconds,
-            draft_seconds=counts.draft_seconds,
+        medusa=medusa_statistics(
+            session.statistics, width - 1, width, session.encode_seconds, session.decode_seconds
         ),
         duration=session.samples / SAMPLE_RATE,
     )
@@ -289,45 +270,3 @@ def compression_ratio(text: str) -> float:
     """Bytes of the text over its zlib-compressed bytes; high values mean repetition (openai/whisper)."""
     data = text.encode()
     return len(data) / len(zlib.compress(data))
-
-
-def load(
-    model: str | Path,
-    *,
-    heads: str | Path | None = None,
-    medusa: bool = True,
-    dtype: str | None = None,
-) -> SpeechToText:
-    """Load a model folder or hub repository, with its heads (or those of ``heads``, in any format that convert reads).
-
-    ``dtype``: float16, bfloat16 or float32; None keeps the folder's, except on a CPU backend (float32). Raises
-    CheckpointError if the files are not a model, or the heads do not fit it.
-    """
-    blas.print_notice()
-    if dtype is not None and dtype not in DTYPES:
-        raise OptionError(f"dtype {dtype!r} is not known: use one of {', '.join(DTYPES)}")
-    kind = DTYPES[dtype] if dtype else None
-    folder = checkpoint.resolve(model)
-    verifier, config = models.load(folder, kind)
-    found = None
-    if heads is not None:
-        from convert.heads import read_heads  # other people's formats; not needed otherwise
-
-        found = read_heads(heads)
-    elif medusa:
-        found = checkpoint.read_heads(folder)
-    drafter = None
-    if found is not None:
-        args = verifier.args
-        drafter = load_drafter(
-            *found, verifier, args.hidden_size, args.vocab_size, dtype=kind, source=heads or folder
-        )
-    if config["model_type"] != "meralion2":
-        return Transcriber(verifier, WhisperTokenizer.from_folder(folder), drafter)
-    from mlx_medusa.speech import meralion
-    from mlx_medusa.speech.chat import ChatTokenizer
-
-    tokenizer = ChatTokenizer.from_folder(folder, verifier.args.speech_token_index)
-    # the query goes with the folder and not with the use of its heads, so that the text does not depend on that
-    query = tasks.HEADS_QUERY if heads is not None or "medusa" in config else tasks.QUERY
-    return meralion.MeralionTranscriber(verifier, tokenizer, drafter, query)

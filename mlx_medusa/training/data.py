@@ -41,6 +41,7 @@ class Batch:
     tokens: np.ndarray  # [B, T + K] int32, 0 where padded
     lengths: np.ndarray  # [B]; row j of a sequence of n tokens has min(K, n - 1 - j) guesses to learn
     later: mx.array | None = None  # [K, B, T, D] float32: the verifier's states that guesses should be
+    memory_lengths: np.ndarray | None = None  # [B] where memories are padded, in front; None: all are whole
 
 
 class Harvest:
@@ -141,9 +142,14 @@ class Harvest:
         for at, one in enumerate(sequences):
             tokens[at, : one.length] = self.read(one.shard, one.tokens)
             hidden[at, : one.length] = self.read(one.shard, one.hidden)
-        memory = np.stack([self.read(one.shard, one.memory) for one in sequences]).astype(np.float32)
+        memory, memory_lengths = self.read_memories(sequences)
         later = np.stack([hidden[:, 1 + guess : 1 + guess + rows] for guess in range(guesses)])
-        return Batch(mx.array(memory), mx.array(hidden[:, :rows]), tokens, lengths, mx.array(later))
+        return Batch(memory, mx.array(hidden[:, :rows]), tokens, lengths, mx.array(later), memory_lengths)
+
+    def read_memories(self, sequences: Sequence[Decoded]) -> tuple[mx.array, np.ndarray | None]:
+        """What the sequences attend to, [B, S, D] float32, and the lengths [B] if there is padding in front."""
+        found = np.stack([self.read(one.shard, one.memory) for one in sequences])
+        return mx.array(found.astype(np.float32)), None
 
 
 def text_counts(paths: Sequence[Path], encode: Callable[[str], list[int]], vocab_size: int) -> np.ndarray:

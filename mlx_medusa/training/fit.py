@@ -26,7 +26,8 @@ from mlx_medusa.training.objective import Scores, Target, loss_of_batch
 
 CHECKPOINT = "checkpoint.safetensors"
 LOG = "log.json"
-LEARNING_RATES = {"recurrent": 8e-4, "medusa": 1e-3}  # found best for small Whispers; Medusa's own trainer
+# found best for small Whispers; Medusa's own trainer; found best for a small Llama
+LEARNING_RATES = {"recurrent": 8e-4, "medusa": 1e-3, "causal": 8e-4}
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class FitOptions:
     kind: str = "recurrent"
     num_heads: int = 5
     num_layers: int = 1
+    ffn_dim: int | None = None  # of causal heads; None: as in the base
     draft_vocabulary: int | None = None
     draft_rank: int = 0  # screen the draft vocabulary in so many directions; 0: read it in full
     epochs: int = 12

@@ -172,7 +172,7 @@ def harvest(
     harvest of another model or of other settings.
     """
     options = options or HarvestOptions()
-    index = _open_index(transcriber, model_folder, target, options)
+    index = open_index(target, _settings(transcriber, model_folder, options))
     done = {entry["name"] for entry in index["files"]}
     rest = [path for path in list_audio(sources) if str(path) not in done]
     errors: list[AudioError] = []
@@ -189,13 +189,10 @@ def harvest(
     return errors
 
 
-def _open_index(
-    transcriber: Transcriber, model_folder: Path, target: Path, options: HarvestOptions
-) -> dict[str, Any]:
-    """The index of a new or a started harvest; what a killed run left half written is removed."""
+def _settings(transcriber: Transcriber, model_folder: Path, options: HarvestOptions) -> dict[str, Any]:
+    """What must be the same for a harvest to go on."""
     args = transcriber.model.args
-    settings = {
-        "format": FORMAT,
+    return {
         "fingerprint": fingerprint(model_folder),
         "dtype": str(transcriber.model.embed(mx.array([0])).dtype).rpartition(".")[2],
         "hidden_size": args.d_model,
@@ -206,6 +203,14 @@ def _open_index(
         "batch": options.batch,
         "files_per_shard": options.files_per_shard,
     }
+
+
+def open_index(target: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The index of a new or a started harvest; what a killed run left half written is removed.
+
+    Raises CheckpointError for a harvest with other settings.
+    """
+    settings = {"format": FORMAT, **settings}
     if (target / INDEX).exists():
         index = checkpoint.read_json(target / INDEX)
         for name, value in settings.items():
@@ -222,6 +227,15 @@ def _open_index(
     for stray in target.glob("*.part"):
         stray.unlink()
     return index
+
+
+def commit(folder: Path, index: dict[str, Any], files: list[dict[str, Any]]) -> None:
+    """Put a shard that is whole, and covers ``files``, into the index."""
+    index["files"] += files
+    index["shards"] += 1
+    temporary = folder / f"{INDEX}.part"
+    write_json(temporary, index)
+    temporary.replace(folder / INDEX)
 
 
 class _Shard:
@@ -276,8 +290,4 @@ class _Shard:
         if not self._files:
             return
         self._writer.close(index=False)
-        self._index["files"] += self._files
-        self._index["shards"] += 1
-        temporary = self._folder / f"{INDEX}.part"
-        write_json(temporary, self._index)
-        temporary.replace(self._folder / INDEX)
+        commit(self._folder, self._index, self._files)

@@ -1,11 +1,13 @@
 """What heads are trained and judged by: states of all guesses at once, cross-entropy, acceptance."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_medusa.medusa.causal import CausalHeads
 from mlx_medusa.medusa.drafters import Base
 from mlx_medusa.medusa.heads import MedusaHeads
 from mlx_medusa.medusa.recurrent import RecurrentHeads
@@ -40,9 +42,11 @@ def guess_states(heads: Any, batch: Batch, guesses: int, target: Target) -> mx.a
     if isinstance(heads, MedusaHeads):
         flat = batch.hidden.reshape(-1, batch.hidden.shape[-1])
         return heads(flat, guesses).reshape(guesses, *batch.hidden.shape)
-    assert isinstance(heads, RecurrentHeads)
     rows = batch.hidden.shape[1]
     embedded = target.embed(mx.array(batch.tokens)).astype(mx.float32)
+    if isinstance(heads, CausalHeads):
+        return _causal_states(heads, batch, guesses, embedded)
+    assert isinstance(heads, RecurrentHeads)
     memory = heads.attend(batch.memory)
     state, states = batch.hidden, []
     for guess in range(guesses):
@@ -51,12 +55,41 @@ def guess_states(heads: Any, batch: Batch, guesses: int, target: Target) -> mx.a
     return mx.stack(states)
 
 
-def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-    """softmax(scale Q K^T) V, with a gradient that does not compute powers again as MLX's own does."""
+def _causal_states(heads: CausalHeads, batch: Batch, guesses: int, embedded: mx.array) -> mx.array:
+    """The same of heads that look back: row j sees the states of its prompt and of the rows up to j."""
+    size, rows = batch.hidden.shape[:2]
+    before = batch.memory.shape[1]
+    lengths = before if batch.memory_lengths is None else mx.array(batch.memory_lengths)[:, None, None]
+    columns, places = mx.arange(before + rows), mx.arange(before, before + rows)
+    seen = (columns >= before - lengths) & (columns <= places[:, None])
+    bias = mx.where(mx.broadcast_to(seen, (size, rows, before + rows)), 0.0, -1e9)[:, None]
+    masked = partial(attend, bias=bias)
+    context = mx.concatenate([batch.memory, batch.hidden], axis=1)
+    memory = heads.keys_values(context, mx.broadcast_to(columns, context.shape[:2]))
+    state, states = batch.hidden, []
+    for guess in range(guesses):
+        positions = mx.broadcast_to(places + 1 + guess, (size, rows))
+        state = heads(state, embedded[:, guess : guess + rows], positions, memory, masked)
+        states.append(heads.norm(state))
+    return mx.stack(states)
+
+
+def attend(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, bias: mx.array | None = None
+) -> mx.array:
+    """softmax(scale Q K^T + bias) V, with a gradient that does not compute powers again as MLX's own does.
+
+    Queries [B, H, T, d], keys and values [B, G, S, d] with H a multiple of G, bias [B, 1, T, S] -> [B, H, T, d].
+    """
+    shape, groups = queries.shape, keys.shape[1]
+    queries = queries.reshape(shape[0], groups, -1, shape[3])
+    if bias is not None:
+        bias = mx.tile(bias * _LOG2_E, (1, 1, shape[1] // groups, 1))
 
     @mx.custom_function
     def compute(queries: mx.array, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         scores = (queries * (scale * _LOG2_E)) @ keys.swapaxes(-1, -2)
+        scores = scores if bias is None else scores + bias
         weights = mx.power(2.0, scores - mx.max(scores, axis=-1, keepdims=True))
         weights = weights / mx.sum(weights, axis=-1, keepdims=True)
         return weights @ values, weights
@@ -69,7 +102,7 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float) ->
         return of_scores @ keys, of_scores.swapaxes(-1, -2) @ queries, weights.swapaxes(-1, -2) @ outer
 
     found: Any = compute(queries, keys, values)
-    return found[0]
+    return found[0].reshape(shape)
 
 
 def labels(batch: Batch, guesses: int) -> np.ndarray:
