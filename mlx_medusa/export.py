@@ -1,6 +1,7 @@
 """Command lines: ``python -m mlx_medusa.export --model FOLDER --format onnx -o DIR``, ``... run DIR file.wav``."""
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -66,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv[:1] == ["run"]:
         args = run_parser().parse_args(argv[1:])
+        logging.basicConfig(format="export run: warning: %(message)s", stream=sys.stderr, force=True)
         return guarded("export run", lambda: run(args), args.debug)
     args = parser().parse_args(argv)
     return guarded("export", lambda: export(args), args.debug)

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+from mlx_medusa.demo import SPEECH
 from mlx_medusa.parity import records
 from mlx_medusa.parity.check import BOUNDS, Result
 from mlx_medusa.reference.folder import Folder
 
+HEADS = SPEECH.shipped  # a folder for each kind
 FLOAT32 = BOUNDS["float32"]
 QUANTIZED = {  # of the golden records -> how `convert` made the model
     "8bit": {"q_bits": 8},

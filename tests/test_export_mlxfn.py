@@ -17,11 +17,12 @@ from test_transcribe import heads_file, small_model
 
 from convert import convert
 from mlx_medusa import export, load
-from mlx_medusa.demo import HEADS
+from mlx_medusa.demo import SPEECH as DEMO
 from mlx_medusa.medusa.cache import KVCache
 from mlx_medusa.medusa.decode import chain_pass
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "mlxfn_transcribe.py"
+HEADS = DEMO.shipped
 END = 50256  # in the records, but not among the tokens of a text
 GOLDEN = {  # what transformers writes: name -> tokens
     entry.name: [token for token in entry.tokens if token != END]

@@ -21,10 +21,11 @@ from transformers.generation.logits_process import (
 )
 
 from mlx_medusa import export, load
-from mlx_medusa.demo import HEADS
+from mlx_medusa.demo import SPEECH as DEMO
 from mlx_medusa.errors import CheckpointError, OptionError
 from mlx_medusa.exporting.onnx_loop import OnnxTranscriber, Rules
 
+HEADS = DEMO.shipped
 END = 50256  # in the records, but not among the tokens of a text
 GOLDEN, STAMPED = (  # what transformers writes: name -> tokens
     {

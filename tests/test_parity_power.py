@@ -6,11 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from clips import samples_of
-from golden import FLOAT32, failures, golden
+from golden import FLOAT32, HEADS, failures, golden
 from mlx.utils import tree_flatten
 
 from mlx_medusa import load
-from mlx_medusa.demo import HEADS
 from mlx_medusa.medusa.rules import Suppress, SuppressAtBegin, Timestamps
 from mlx_medusa.parity.candidate import candidate_of
 from mlx_medusa.parity.check import check

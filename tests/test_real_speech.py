@@ -13,11 +13,10 @@ from pathlib import Path
 import jiwer
 import pytest
 from clips import english, librivox_texts, nine_languages, samples_of
-from golden import FLOAT32, QUANTIZED, failures, golden, is_recorded
+from golden import FLOAT32, HEADS, QUANTIZED, failures, golden, is_recorded
 
 from convert import convert
 from mlx_medusa import load
-from mlx_medusa.demo import HEADS
 from mlx_medusa.parity.candidate import candidate_of
 from mlx_medusa.parity.check import check
 from mlx_medusa.parity.inputs import Input

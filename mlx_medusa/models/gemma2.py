@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_medusa.models.base import BaseModelArgs
-from mlx_medusa.models.layers import rows, turn
+from mlx_medusa.models.layers import embedded, rows, turn
 
 if TYPE_CHECKING:
     from mlx_medusa.medusa.cache import KVCache
@@ -180,7 +180,7 @@ class Gemma2(nn.Module):
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Ids [...] -> rows of the token embedding [..., D], not scaled."""
-        return self.model.embed_tokens(tokens)
+        return embedded(self.model.embed_tokens, tokens, like=self.model.norm.weight)
 
     def scale(self, embedded: mx.array) -> mx.array:
         """Embeddings as the first layer takes them, times sqrt(D) rounded to their dtype."""

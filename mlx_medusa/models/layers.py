@@ -52,6 +52,15 @@ def turn(rope: Callable[..., mx.array], x: mx.array, positions: mx.array) -> mx.
     return turned.reshape(x.shape).swapaxes(1, 2)
 
 
+def embedded(embedding: nn.Embedding, tokens: mx.array, like: mx.array) -> mx.array:
+    """Ids [...] -> rows of a token embedding [..., D]; those of a quantized one in the dtype of ``like``.
+
+    MLX makes bfloat16 of the mx and nv modes, whatever the rest of the model is.
+    """
+    found = embedding(tokens)
+    return found.astype(like.dtype) if isinstance(embedding, nn.QuantizedEmbedding) else found
+
+
 def rows(layer: nn.Module, indices: mx.array) -> mx.array:
     """Rows [n, in] of the weight of a linear layer, quantized or not."""
     if not isinstance(layer, nn.QuantizedLinear):

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx_medusa.errors import CheckpointError
 from mlx_medusa.mlx_lm_parts import part
 from mlx_medusa.models.base import BaseModelArgs
-from mlx_medusa.models.layers import attention, rows, turn
+from mlx_medusa.models.layers import attention, embedded, rows, turn
 
 if TYPE_CHECKING:
     from mlx_medusa.medusa.cache import KVCache
@@ -202,7 +202,7 @@ class Model(nn.Module):
         self, tokens: mx.array, positions: mx.array, mask: mx.array | None, cache: "KVCache"
     ) -> mx.array:
         """Tokens and positions [B, W], mask [B, 1, W, T + W] or None -> hidden [B, W, D]; writes W rows of K/V."""
-        x = self.model.embed_tokens(tokens)
+        x = self.embed(tokens)
         for index, layer in enumerate(self.model.layers):
             x = layer(x, positions, mask, cache, index)
         cache.advance(tokens.shape[1])
@@ -215,7 +215,7 @@ class Model(nn.Module):
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Ids [...] -> token embeddings [..., D]; for drafters."""
-        return self.model.embed_tokens(tokens)
+        return embedded(self.model.embed_tokens, tokens, like=self.model.norm.weight)
 
     def projection_rows(self, tokens: mx.array) -> mx.array:
         """Ids [n] -> their rows of the vocabulary projection, [n, D]."""

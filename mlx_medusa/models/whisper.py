@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_medusa.models.base import BaseModelArgs
-from mlx_medusa.models.layers import attention, gelu
+from mlx_medusa.models.layers import attention, embedded, gelu
 
 if TYPE_CHECKING:
     from mlx_medusa.medusa.cache import KVCache
@@ -197,7 +197,7 @@ class Model(nn.Module):
     ) -> mx.array:
         """Tokens and positions [B, W], mask [B, 1, W, T + W] or None -> hidden [B, W, D]; writes W rows of K/V."""
         decoder = self.model.decoder
-        x = decoder.embed_tokens(tokens) + decoder.embed_positions.weight[positions]
+        x = self.embed(tokens) + decoder.embed_positions.weight[positions]
         for index, layer in enumerate(decoder.layers):
             x = layer(x, mask, cache, index)
         cache.advance(tokens.shape[1])
@@ -209,7 +209,8 @@ class Model(nn.Module):
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Ids [...] -> token embeddings [..., D], without positions; for drafters."""
-        return self.model.decoder.embed_tokens(tokens)
+        decoder = self.model.decoder
+        return embedded(decoder.embed_tokens, tokens, like=decoder.layer_norm.weight)
 
     def projection_rows(self, tokens: mx.array) -> mx.array:
         """Ids [n] -> their rows of the vocabulary projection, [n, D]: the token embedding is tied to it."""

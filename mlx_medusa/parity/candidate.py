@@ -6,13 +6,14 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from mlx_medusa.errors import OptionError
 from mlx_medusa.medusa.cache import KVCache
 from mlx_medusa.medusa.decode import Drafter, Limits, Verifier, generate, prefill
 from mlx_medusa.medusa.rules import Prefix, Rule
-from mlx_medusa.parity.records import Asked
+from mlx_medusa.parity.records import MAX_TOKENS, Asked
+from mlx_medusa.speech.meralion import MeralionTranscriber
 from mlx_medusa.speech.transcriber import Transcriber
 from mlx_medusa.speech.windows import Window
+from mlx_medusa.text.generator import TextGenerator
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class WhisperCandidate:
 class MeralionCandidate:
     """MERaLiON-2 on one part."""
 
-    def __init__(self, transcriber: Any):
+    def __init__(self, transcriber: MeralionTranscriber):
         self._transcriber = transcriber
         self.model, self.drafter = transcriber.model, transcriber.drafter
 
@@ -146,14 +147,29 @@ class MeralionCandidate:
         return self._transcriber.encode(Window(0, content))
 
     def job(self, memory: Any, asked: Asked) -> Job:
-        at = self._transcriber.prepare(memory, asked.instruction, asked.max_tokens)
+        at = self._transcriber.prepare(memory, asked.instruction or "", asked.max_tokens)
         return Job(at.prompt, at.cache, at.rules, at.limits, memory)
+
+
+class TextCandidate:
+    """A text model on one prompt."""
+
+    def __init__(self, generator: TextGenerator):
+        self._generator = generator
+        self.model, self.drafter = generator.model, generator.drafter
+
+    def encode(self, content: Any) -> Any:
+        return content
+
+    def job(self, memory: Any, asked: Asked) -> Job:
+        messages = [{"role": "user", "content": memory}]
+        prompt = self._generator.tokens(messages if asked.chat else memory)
+        limits = Limits(self._generator.tokenizer.stops, asked.max_tokens or MAX_TOKENS)
+        return Job(prompt, KVCache(self.model.num_layers), [], limits)
 
 
 def candidate_of(loaded: Any) -> Candidate:
     """The candidate around what ``mlx_medusa.load`` returns."""
     if isinstance(loaded, Transcriber):
         return WhisperCandidate(loaded)
-    if type(loaded).__name__ == "MeralionTranscriber":
-        return MeralionCandidate(loaded)
-    raise OptionError(f"{type(loaded).__name__}: there is no check for this family yet")
+    return MeralionCandidate(loaded) if isinstance(loaded, MeralionTranscriber) else TextCandidate(loaded)

@@ -26,6 +26,7 @@ import numpy as np
 from mlx_medusa.errors import OptionError
 
 FORMAT = "mlx-medusa parity 1"
+MAX_TOKENS = 100  # of a text, if nothing is asked
 DIGITS = 4  # decimals of margins and log probabilities
 
 

@@ -47,6 +47,12 @@ class Folder:
         return cls(path, read_json(path / "config.json"))
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """config.json without what transformers would take for a way to quantize of its own."""
+        ours = ("quantization", "quantization_config", "medusa")
+        return {name: value for name, value in self.config.items() if name not in ours}
+
+    @property
     def generation(self) -> dict[str, Any]:
         """generation_config.json; empty if there is none."""
         path = self.path / "generation_config.json"

@@ -22,7 +22,7 @@ KINDS: dict[str, Any] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
 }
-MAX_TOKENS = 100  # if nothing is said
+MAX_TOKENS = 100  # if nothing is asked, as in ``parity.records``
 
 
 class LlamaReference:
@@ -96,7 +96,7 @@ class LlamaSequence:
 def load(source: Folder, where: Place) -> LlamaReference:
     """The oracle of a Llama or Mistral folder."""
     config_class, model_class = KINDS[source.config["model_type"]]
-    model = build(model_class, config_class.from_dict(source.config), source.tensors(), where, source.path)
+    model = build(model_class, config_class.from_dict(source.settings), source.tensors(), where, source.path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:

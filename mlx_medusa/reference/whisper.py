@@ -123,7 +123,7 @@ class WhisperSequence:
 
 def load(source: Folder, where: Place) -> WhisperReference:
     """The oracle of a Whisper folder."""
-    config = WhisperConfig.from_dict(source.config)
+    config = WhisperConfig.from_dict(source.settings)
     model = build(WhisperForConditionalGeneration, config, source.tensors(), where, source.path)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(source.path / "tokenizer.json"))
     return WhisperReference(model, GenerationConfig.from_dict(source.generation), tokenizer, where)
