@@ -389,8 +389,8 @@ def test_a_folder_with_one_gguf_is_that_file(tmp_path, out):
     assert convert(tmp_path / "folder", out).kind == "GGUF"
 
 
-def test_tensors_are_read_one_at_a_time(tmp_path):
-    """The file is mapped, and what is read of it is a copy."""
+def test_rows_are_read_a_few_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("convert.sources.gguf_file._STEP", 500)  # bytes: seven rows
     theirs = reference(attention_bias=False, mlp_bias=False)
     file = GGUFFile(write(tmp_path / "model.gguf", theirs, lambda name: Q.Q8_0))
     packed = file.read("blk.0.attn_v.weight")

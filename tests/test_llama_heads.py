@@ -1,6 +1,9 @@
 """Medusa heads of text models, alone and in one checkpoint with their model. Tiny random models."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -184,3 +187,23 @@ def test_the_random_vicuna_of_the_examples(kind, count, own, tmp_path, out):
     assert (report.heads["num_heads"], report.heads["tied"]) == (count, not own)
     result = mlx_medusa.load(out).generate("hi", max_tokens=12)
     assert len(result.tokens) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
+def test_memory_is_bounded_by_the_heads_and_a_tensor(tmp_path, out):
+    """0.5 GB of model and 0.7 GB of heads with projections, in less than the heads and half a gigabyte."""
+    config = vicuna_config(
+        hidden_size=2048, intermediate_size=5504, num_hidden_layers=2, num_attention_heads=16
+    )
+    make_vicuna(tmp_path / "random", config=config)
+    code = (
+        "import re, sys; from pathlib import Path; from convert.cli import main; main(sys.argv[1:]); "
+        "print(re.search(r'VmHWM:\\s+(\\d+) kB', Path('/proc/self/status').read_text())[1])"
+    )
+    heads = tmp_path / "random" / "heads-own"
+    command = [sys.executable, "-c", code, "--base", tmp_path / "random", "--heads", heads, "--q-bits", "4"]
+    command += ["--mlx-path", out]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True)
+    peak = int(done.stdout.split()[-1]) * 1024
+    assert peak < (heads / "medusa_lm_head.safetensors").stat().st_size + 5e8

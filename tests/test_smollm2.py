@@ -65,7 +65,7 @@ def test_the_answers_are_long_enough_to_tell():
     assert all(len(e["tokens"]) == 64 or e["tokens"][-1] == END for e in PROMPTS.values())
 
 
-@pytest.mark.parametrize("prompt", list(PROMPTS)[2:5])
+@pytest.mark.parametrize("prompt", list(PROMPTS)[2:4])
 def test_plain_decoding_writes_what_transformers_writes(prompt, model):
     """One token at a time."""
     entry = PROMPTS[prompt]

@@ -8,6 +8,7 @@ Q8_0 d, 32 int8: d q. Q4_0 d, 16 bytes: d (q - 8). Q4_1 d, m, 16 bytes: d q + m;
 
 import mmap
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -36,6 +37,7 @@ _STRING, _ARRAY = 8, 9
 _FLOATS = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 _BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
 GROUP = 32  # numbers per block
+_STEP = 1 << 25  # bytes that are read at once
 _READ = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20)}
 _READ |= {8: ("Q8_0", 32, 34)}  # type -> name, numbers and bytes per block
 _OTHERS = {
@@ -56,6 +58,11 @@ class Tensor:
     def bits(self) -> int | None:
         """Of a quantized tensor."""
         return _BITS.get(self.type)
+
+    @property
+    def block(self) -> int:
+        """Bytes of a block."""
+        return next(size for name, _, size in _READ.values() if name == self.type)
 
 
 class GGUFFile:
@@ -153,23 +160,39 @@ class GGUFFile:
     def read(self, name: str) -> mx.array | Packed:
         """A copy of a tensor: an array of floats, or a quantized matrix in MLX's form, the numbers unchanged."""
         tensor = self.tensors[name]
-        raw = np.frombuffer(self._data, np.uint8, tensor.size, tensor.offset)
+        if tensor.bits:
+            return self._packed(tensor, name)
+        raw = next(self._rows(tensor, tensor.shape[0]))
         if tensor.type == "BF16":  # numpy has none
             return mx.array(raw.view(np.uint16)).view(mx.bfloat16).reshape(tensor.shape)
-        if tensor.type in _FLOATS:
-            return mx.array(raw.view(np.float16 if tensor.type == "F16" else np.float32)).reshape(
-                tensor.shape
+        return mx.array(raw.view(np.float16 if tensor.type == "F16" else np.float32)).reshape(tensor.shape)
+
+    def _rows(self, tensor: Tensor, count: int) -> Iterator[np.ndarray]:
+        """The bytes of ``count`` rows at a time, read and not mapped: mapped ones would stay in memory."""
+        size = tensor.size // tensor.shape[0]
+        with self.path.open("rb") as file:
+            file.seek(tensor.offset)
+            for start in range(0, tensor.shape[0], count):
+                yield np.fromfile(file, np.uint8, size * min(count, tensor.shape[0] - start))
+
+    def _packed(self, tensor: Tensor, name: str) -> Packed:
+        rows = max(1, _STEP * tensor.shape[0] // tensor.size)
+        parts = [_repacked(raw, tensor) for raw in self._rows(tensor, rows)]
+        words, scales, biases = (mx.concatenate(list(part)) for part in zip(*parts, strict=True))
+        if not (mx.all(mx.isfinite(scales)).item() and mx.all(mx.isfinite(biases)).item()):
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} holds scales that are not finite; fetch the file again"
             )
-        return _packed(raw, tensor, f"{self.path}: tensor {name!r}")
+        return Packed(words, scales, biases, {"group_size": GROUP, "bits": tensor.bits, "mode": "affine"})
 
     def dtype(self, name: str) -> mx.Dtype:
         """The type of a tensor's floats; of a quantized one, of its scales."""
         return _FLOATS.get(self.tensors[name].type, mx.float16)
 
 
-def _packed(raw: np.ndarray, tensor: Tensor, name: str) -> Packed:
-    """Blocks as MLX has them: scale and bias of each 32 numbers, and the numbers, lowest bits first."""
-    blocks = raw.reshape(*tensor.shape[:-1], tensor.shape[-1] // GROUP, -1)
+def _repacked(raw: np.ndarray, tensor: Tensor) -> tuple[mx.array, mx.array, mx.array]:
+    """Rows of blocks as MLX has them: the numbers, lowest bits first; scale and bias of each 32."""
+    blocks = raw.reshape(-1, *tensor.shape[1:-1], tensor.shape[-1] // GROUP, tensor.block)
     scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]
     if tensor.type == "Q8_0":
         numbers = blocks[..., 2:] ^ 0x80  # from signed to offset 128
@@ -183,8 +206,5 @@ def _packed(raw: np.ndarray, tensor: Tensor, name: str) -> Packed:
             biases = np.ascontiguousarray(blocks[..., 2:4]).view(np.float16)[..., 0]
         else:
             biases = scales * np.float16(-8)
-    if not (np.isfinite(scales).all() and np.isfinite(biases).all()):
-        raise CheckpointError(f"{name} holds scales that are not finite; fetch the file again")
-    words = np.ascontiguousarray(numbers).view(np.uint32).reshape(*tensor.shape[:-1], -1)
-    settings = {"group_size": GROUP, "bits": _BITS[tensor.type], "mode": "affine"}
-    return Packed(mx.array(words), mx.array(scales), mx.array(biases), settings)
+    words = np.ascontiguousarray(numbers).view(np.uint32).reshape(*blocks.shape[:-2], -1)
+    return mx.array(words), mx.array(scales), mx.array(biases)
