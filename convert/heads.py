@@ -7,7 +7,7 @@ also under ``medusa_head.`` (FasterDecoding), where the whole model may be besid
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from convert import torch_files
 from convert.quantize import Recipe
-from convert.weights import BASE_PREFIXES, TORCH_FILE, TORCH_INDEX, open_weights
+from convert.weights import BASE_PREFIXES, TORCH_FILE, TORCH_INDEX, TorchTensors, open_weights
 from mlx_medusa import checkpoint
 from mlx_medusa.checkpoint import HEADS_FILE, INDEX_FILE, ShardWriter, read_arrays, read_json, resolve
 from mlx_medusa.errors import CheckpointError, OptionError
@@ -31,6 +31,7 @@ _BLOCK = re.compile(_HEAD + r"(?:mlp\.)?(\d+)\.linear\.(weight|bias)")
 _PROJECTION = re.compile(_HEAD + r"(\d+)\.weight")
 
 Arrays = dict[str, mx.array]
+Take = Callable[[str], mx.array]  # reads a tensor, once
 
 
 def read_heads(path_or_repo: str | Path) -> tuple[dict[str, Any], Arrays]:
@@ -47,7 +48,7 @@ def read_heads(path_or_repo: str | Path) -> tuple[dict[str, Any], Arrays]:
         assert ours is not None  # only a folder can be without heads
         config, arrays = ours
     else:
-        arrays = _stack(_flatten(path), path)
+        arrays = _stack(*_flatten(path), path)
         heads, dim = arrays["layers.0.bias"].shape
         layers = sum(name.endswith(".bias") for name in arrays)
         own = arrays.get("projection.weight")
@@ -62,9 +63,14 @@ def read_heads(path_or_repo: str | Path) -> tuple[dict[str, Any], Arrays]:
             config["vocab_size"] = own.shape[1]
     _check_adapter((path if path.is_dir() else path.parent) / "adapter_config.json", config)
     for name, array in arrays.items():
-        if mx.issubdtype(array.dtype, mx.floating) and not mx.all(mx.isfinite(array)).item():
+        if mx.issubdtype(array.dtype, mx.floating) and not _is_finite(array):
             raise CheckpointError(f"{path}: {name} holds NaN or infinity; the training of these heads failed")
     return config, arrays
+
+
+def _is_finite(array: mx.array) -> bool:
+    """Whether it holds no infinity and no NaN; one head at a time, so that what is made for that is small."""
+    return all(mx.all(mx.isfinite(part)).item() for part in array)
 
 
 def _find_file(path: Path) -> Path:
@@ -84,49 +90,50 @@ def _find_file(path: Path) -> Path:
     )
 
 
-def _flatten(path: Path) -> Arrays:
-    """The tensors of a heads file by their full names; of a whole model's, those of its heads."""
+def _flatten(path: Path) -> tuple[dict[str, tuple[int, ...]], Take]:
+    """(shapes, a function that reads one) of a heads file's tensors by full name; of a whole model's, of its heads."""
     if path.is_dir() or path.suffix == ".bin":
         weights = open_weights(path)
-        names = [name for name in weights.shapes if not name.startswith(BASE_PREFIXES)]
-        return {name: weights.take(name) for name in names}
+        return _heads_only(weights.shapes), weights.take
     if path.suffix in (".safetensors", ".npz"):
-        return {n: array for n, array in read_arrays(path).items() if not n.startswith(BASE_PREFIXES)}
-    content, mapped = torch_files.load(path), torch_files.can_map(path)
+        arrays = read_arrays(path)
+        return _heads_only({name: array.shape for name, array in arrays.items()}), arrays.pop
+    content = torch_files.load(path)
     if isinstance(content, Mapping):
         content = next((content[key] for key in WRAPPERS if isinstance(content.get(key), Mapping)), content)
-    flat: Arrays = {}
+    flat: dict[str, Any] = {}
 
     def walk(prefix: str, value: Any) -> None:
         if isinstance(value, Mapping):
             for key, part in value.items():
-                name = f"{prefix}.{key}" if prefix else str(key)
-                if not name.startswith(BASE_PREFIXES):
-                    walk(name, part)
+                walk(f"{prefix}.{key}" if prefix else str(key), part)
         elif hasattr(value, "untyped_storage"):
-            flat[prefix] = torch_files.to_mlx(value)
-            if mapped:
-                torch_files.release(value)
+            flat[prefix] = value
         else:
             raise CheckpointError(
                 f"{path}: {prefix or 'the file'} is a {type(value).__name__}, not a tensor of heads"
             )
 
     walk("", content)
-    return flat
+    tensors = TorchTensors(flat, set(flat) if torch_files.can_map(path) else ())
+    return _heads_only(tensors.shapes), tensors.take
 
 
-def _stack(flat: Arrays, path: Path) -> Arrays:
+def _heads_only(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(shape) for name, shape in shapes.items() if not name.startswith(BASE_PREFIXES)}
+
+
+def _stack(shapes: Mapping[str, tuple[int, ...]], take: Take, path: Path) -> Arrays:
     """Sort tensors into [head][part] by their names, then stack the heads."""
-    parts: dict[str, dict[int, mx.array]] = {}
-    projections: dict[int, dict[int, mx.array]] = {}
-    for name, array in flat.items():
+    parts: dict[str, dict[int, str]] = {}
+    projections: dict[int, dict[int, str]] = {}
+    for name in shapes:
         if match := _BLOCK.fullmatch(name):
             head, layer, kind = match.groups()
-            parts.setdefault(f"layers.{int(layer)}.{kind}", {})[int(head)] = array
+            parts.setdefault(f"layers.{int(layer)}.{kind}", {})[int(head)] = name
         elif match := _PROJECTION.fullmatch(name):
             head, layer = match.groups()
-            projections.setdefault(int(layer), {})[int(head)] = array
+            projections.setdefault(int(layer), {})[int(head)] = name
         else:
             raise CheckpointError(f"{path}: tensor {name!r} is in no layout of Medusa heads that is known")
     layers = 1 + max((int(part.split(".")[1]) for part in parts), default=-1)
@@ -139,26 +146,42 @@ def _stack(flat: Arrays, path: Path) -> Arrays:
     heads = 1 + max((max(found) for found in parts.values()), default=-1)
     if not heads or not layers:
         raise CheckpointError(f"{path}: holds no Medusa heads")
-    blocks = [f"layers.{layer}.{kind}" for layer in range(layers) for kind in ("weight", "bias")]
-    return {
-        part: _stack_part(part, parts.pop(part, {}), heads, path)
-        for part in (*blocks, *(["projection.weight"] if projections else []))
-    }
+    wanted = [f"layers.{layer}.{kind}" for layer in range(layers) for kind in ("weight", "bias")]
+    wanted += ["projection.weight"] if projections else []
+    for part in wanted:
+        _check_part(part, parts.get(part, {}), heads, shapes, path)
+    return {part: _stack_part(part, parts[part], take, path) for part in wanted}
 
 
-def _stack_part(part: str, found: dict[int, mx.array], heads: int, path: Path) -> mx.array:
-    """[K, ...] out of the heads' arrays."""
-    missing = sorted(set(range(heads)) - found.keys())
+def _check_part(
+    part: str, names: dict[int, str], heads: int, shapes: Mapping[str, tuple[int, ...]], path: Path
+) -> None:
+    """CheckpointError unless each head has it, in one shape."""
+    missing = sorted(set(range(heads)) - names.keys())
     if missing:
         raise CheckpointError(
             f"{path}: {part} of head {missing[0]} is missing, though there are {heads} heads"
         )
     for head in range(heads):
-        if found[head].shape != found[0].shape or found[head].dtype != found[0].dtype:
-            raise CheckpointError(
-                f"{path}: {part} of head {head} has another shape or type than that of head 0"
-            )
-    return mx.stack([found[head] for head in range(heads)])
+        if shapes[names[head]] != shapes[names[0]]:
+            raise CheckpointError(f"{path}: {part} of head {head} has another shape than that of head 0")
+
+
+def _stack_part(part: str, names: dict[int, str], take: Take, path: Path) -> mx.array:
+    """[K, ...] out of the heads' arrays, of which one is in memory beside it."""
+    stacked: mx.array | None = None
+    for head in range(len(names)):
+        array = take(names[head])
+        if stacked is None:
+            stacked = mx.zeros((len(names), *array.shape), array.dtype)
+        if array.dtype != stacked.dtype:
+            raise CheckpointError(f"{path}: {part} of head {head} has another type than that of head 0")
+        stacked[head] = array
+        mx.eval(stacked)
+        del array
+        mx.clear_cache()
+    assert stacked is not None
+    return stacked
 
 
 def _check_adapter(path: Path, config: Mapping[str, Any]) -> None:
@@ -228,7 +251,7 @@ def write_heads(
         array = arrays.pop(name)
         if mx.issubdtype(array.dtype, mx.floating):
             array = array.astype(dtype)
-            if mx.any(mx.isinf(array)).item():
+            if not _is_finite(array):
                 raise CheckpointError(
                     f"heads: {name} holds values that {config['dtype']} cannot; use --dtype bfloat16"
                 )

@@ -1,5 +1,6 @@
 """The weights of a folder, one tensor at a time: safetensors, or PyTorch shards where there are no others."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -101,32 +102,39 @@ class SafetensorsWeights:
         return all(np.array_equal(x[i : i + _STEP], y[i : i + _STEP]) for i in range(0, a.size, _STEP))
 
 
-class TorchWeights:
+class TorchTensors:
+    """Torch tensors by name; those that are mapped from a file are read when they are taken."""
+
+    def __init__(self, tensors: dict[str, Any], mapped: Collection[str]):
+        self._tensors, self._mapped = tensors, mapped
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+    def take(self, name: str) -> mx.array:
+        tensor = self._tensors.pop(name)
+        array = torch_files.to_mlx(tensor)
+        if name in self._mapped:
+            torch_files.release(tensor)
+        return array
+
+
+class TorchWeights(TorchTensors):
     def __init__(self, files: list[Path]):
         self.kind = "PyTorch"
         self.size = sum(file.stat().st_size for file in files)
-        self._tensors: dict[str, Any] = {}
-        self._mapped: dict[str, bool] = {}
+        tensors: dict[str, Any] = {}
+        mapped: set[str] = set()
         for file in files:
             content = torch_files.load(file)
             if not isinstance(content, dict) or not all(
                 hasattr(t, "untyped_storage") for t in content.values()
             ):
                 raise CheckpointError(f"{file}: holds more than named tensors; save a plain state dict")
-            mapped = torch_files.can_map(file)
-            self._tensors |= content
-            self._mapped |= dict.fromkeys(content, mapped)
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+            tensors |= content
+            mapped |= content.keys() if torch_files.can_map(file) else set()
+        super().__init__(tensors, mapped)
         known = {f"torch.{str(dtype).rpartition('.')[2]}": dtype for dtype in DTYPES.values()}
-        names = [str(tensor.dtype) for tensor in self._tensors.values()]
+        names = [str(tensor.dtype) for tensor in tensors.values()]
         self.dtype = most_common([known[name] for name in names if name in known])
-
-    def take(self, name: str) -> mx.array:
-        tensor = self._tensors.pop(name)
-        array = torch_files.to_mlx(tensor)
-        if self._mapped[name]:
-            torch_files.release(tensor)
-        return array
 
     def equal(self, one: str, two: str) -> bool:
         import torch

@@ -107,11 +107,11 @@ def export_mlxfn(
     """
     from mlx_medusa import checkpoint
     from mlx_medusa.exporting import description, mlxfn
-    from mlx_medusa.loading import load
+    from mlx_medusa.loading import load_speech
 
     with checkpoint.staged_folder(output) as staging:
         folder, _ = find_whisper(model)
-        transcriber: Any = load(folder, heads=heads, dtype=dtype)
+        transcriber: Any = load_speech(folder, heads=heads, dtype=dtype)
         whisper, drafter = transcriber.model, transcriber.drafter
         functions = mlxfn.export(whisper, drafter, staging)
         drafts = drafter.max_drafts if drafter else 0

@@ -44,7 +44,7 @@ def add_harvest(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--prompts", choices=("text", "stamped", "both"), default="text",
                    help="decode without timestamps, with them, or both ways (default: %(default)s)")  # fmt: skip
-    p.add_argument("--language", default="en", help="code of the spoken language (default: %(default)s)")
+    p.add_argument("--language", help="code of the language that a Whisper hears (default: en)")
     p.add_argument("--batch", type=int, help="windows (8) or prompts (48) decoded at once")
     p.add_argument("--files-per-shard", type=int, default=50, help="default: %(default)s")
     p.add_argument("--max-tokens", type=int, default=192, help="of an answer (default: %(default)s)")
@@ -61,6 +61,8 @@ def add_fit(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--num-heads", type=int, default=5, help="number of guesses (default: %(default)s)")
     p.add_argument("--num-layers", type=int, default=1, help="blocks of a head (default: %(default)s)")
+    p.add_argument("--memory-pool", type=int, default=1, metavar="ROWS",
+                   help="recurrent heads attend to averages of so many rows of the memory (default: 1)")  # fmt: skip
     p.add_argument(
         "--ffn-dim", type=int, metavar="N", help="units of recurrent heads for text (default: as in the base)"
     )
@@ -98,7 +100,7 @@ def add_evaluate(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--heads", help="file or folder of heads (default: the model's own)")
     p.add_argument("--width", type=int, help="rows of a verifier pass (default: all guesses)")
-    p.add_argument("--language", default="en", help="code of the spoken language (default: %(default)s)")
+    p.add_argument("--language", help="code of the language that a Whisper hears (default: en)")
     p.add_argument("--json", type=Path, help="also write the report there")
 
 
@@ -114,14 +116,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def load(args: argparse.Namespace, **settings: Any) -> tuple[Any, Path]:
     """(transcriber, model folder)"""
     from mlx_medusa import checkpoint
-    from mlx_medusa.loading import load
+    from mlx_medusa.loading import load_speech
     from mlx_medusa.speech.transcriber import Transcriber
     from mlx_medusa.transcribe import find_model
 
     folder = checkpoint.resolve(find_model(args.model))
-    transcriber = load(folder, dtype=args.dtype, **settings)
-    if not isinstance(transcriber, Transcriber):
-        raise OptionError(f"{folder}: heads are trained for Whisper models only: name one with --model")
+    transcriber = load_speech(folder, dtype=args.dtype, **settings)
+    if isinstance(transcriber, Transcriber) and getattr(args, "language", "en") is None:
+        args.language = "en"
     return transcriber, folder
 
 
@@ -131,8 +133,8 @@ def run_harvest(args: argparse.Namespace) -> int:
 
     if has_prompts(args.audio):
         return harvest_prompts(args)
-    options = chosen(HarvestOptions, args, batch=HarvestOptions.batch if args.batch is None else args.batch)
     transcriber, folder = load(args, medusa=False)
+    options = chosen(HarvestOptions, args, batch=HarvestOptions.batch if args.batch is None else args.batch)
     errors = harvest(transcriber, folder, args.audio, args.output, options, progress=True)
     return name_errors(errors)
 

@@ -83,20 +83,22 @@ def torch_chain(config, arrays, embeddings, projection, memory, hidden, pending,
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("layers", [1, 2])
-def test_guesses_equal_the_formula(seed, layers):
+@pytest.mark.parametrize(("layers", "pool"), [(1, 1), (2, 1), (1, 3)])
+def test_guesses_equal_the_formula(seed, layers, pool):
     model, encoded = tiny_whisper(seed)
-    config = {**RECURRENT, "num_layers": layers}
+    config = {**RECURRENT, "num_layers": layers, "memory_pool": pool}
     arrays = random_arrays(config, seed)
     drafter = random_drafter(config, model, seed)
+    memory = functional.avg_pool1d(
+        torch.tensor(np.array(encoded[0])).T, pool
+    ).T  # of 10 rows the last is left out
     drafter.begin(encoded)
     rng = np.random.default_rng(seed)
     embeddings = torch.tensor(np.array(model.model.decoder.embed_tokens.weight))
     for count in (1, 3, 7):
         hidden, pending = rng.normal(size=(1, DIM)).astype(np.float32), int(rng.integers(VOCAB))
         expected, states = torch_chain(
-            config, arrays, embeddings, embeddings, torch.tensor(np.array(encoded[0])),
-            torch.tensor(hidden), pending, count)  # fmt: skip
+            config, arrays, embeddings, embeddings, memory, torch.tensor(hidden), pending, count)  # fmt: skip
         assert drafter.propose(mx.array(hidden)[None], pending, count) == expected
         state = drafter.heads(
             mx.array(hidden)[None], model.embed(mx.array([[pending]])), drafter.heads.attend(encoded)
@@ -263,7 +265,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
 
 @pytest.mark.parametrize(
     "change", [{"num_heads": 0}, {"ffn_dim": None}, {"attention_heads": 5}, {"draft_vocabulary": -1},
-               {"num_layers": True}, {"hidden_size": "384"}]
+               {"num_layers": True}, {"hidden_size": "384"}, {"memory_pool": 0}]
 )  # fmt: skip
 def test_broken_settings_are_refused(change):
     with pytest.raises(CheckpointError, match=r"^heads\.safetensors: "):

@@ -115,7 +115,7 @@ def heads(drafter: Drafter) -> Traced:
         if isinstance(drafter, MedusaDrafter):
             ids = drafter.guesses(hidden, drafter.max_drafts)
         else:
-            ids = drafter.guesses(hidden, token, _pairs(memory), drafter.max_drafts)
+            ids = mx.concatenate(list(drafter.chain(hidden, token, _pairs(memory), drafter.max_drafts)))
         return [ids.astype(mx.int32)]
 
     return run
@@ -193,7 +193,7 @@ def _heads_memory_ports(model: Model, drafter: Drafter | None) -> list[Port]:
     shape = (
         1,
         args.attention_heads,
-        model.args.max_source_positions,
+        model.args.max_source_positions // args.memory_pool,
         args.hidden_size // args.attention_heads,
     )
     return pairs("heads_", args.num_layers, shape, dtype)

@@ -164,5 +164,6 @@ def _heads_memory_ports(reference: WhisperReference) -> Sequence[Port]:
     if not isinstance(reference.drafter, RecurrentHeads):
         return []
     config, heads = reference.model.config, reference.drafter
-    shape = (1, heads.attention_heads, config.max_source_positions, config.d_model // heads.attention_heads)
+    rows, width = config.max_source_positions // heads.memory_pool, config.d_model // heads.attention_heads
+    shape = (1, heads.attention_heads, rows, width)
     return pairs("heads_", heads.num_layers, shape, "float32")

@@ -19,6 +19,7 @@ from mlx_medusa.medusa.cache import KVCache
 from mlx_medusa.medusa.rules import Rule, pick
 from mlx_medusa.medusa.sampling import Sampler
 from mlx_medusa.medusa.trees import Draft, Path, Tree, chain
+from mlx_medusa.models.layers import logsumexp
 
 PIECE = 512  # tokens of a prompt that are read in one pass, which bounds the memory of a long one
 
@@ -258,9 +259,11 @@ def generate(
     ``prefill``. The caller may stop at any run: the cache then holds every token of ``state`` but the pending one.
     """
     statistics = statistics if statistics is not None else Statistics()
+    tree = chain(width - 1) if tree is None else tree
+    if not tree.paths or first.finish_reason is not None:
+        drafter = None  # nothing will be guessed
     if drafter is not None:
         drafter.begin(memory)
-    tree = chain(width - 1) if tree is None else tree
     run = first
     yield run
     while run.finish_reason is None:
@@ -289,6 +292,6 @@ def _append(verifier: Verifier, state: State, picks: list[int], logits: mx.array
     state.tokens += tokens
     rows = logits[: len(tokens)]
     chosen = mx.take_along_axis(rows, mx.array(tokens)[:, None], axis=-1)[:, 0]
-    logprobs = chosen - mx.logsumexp(rows, axis=-1)
+    logprobs = chosen - logsumexp(rows)
     mx.async_eval(logprobs)  # nobody waits for it, but it must let go of the logits
     return Run(tokens, logprobs, reason)

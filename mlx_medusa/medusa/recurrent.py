@@ -6,7 +6,7 @@ guess. That state and the embedding of the first guess give the second one, and 
 the verifier's state holds, which for a small Whisper is little of the audio that is still to come.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -31,13 +31,17 @@ class RecurrentArgs:
     hidden_size: int
     attention_heads: int
     ffn_dim: int
+    memory_pool: int = 1  # so many neighbouring rows of the memory are averaged
     draft_vocabulary: int = 0  # number of tokens that it can guess; 0: all
     draft_rank: int = 0  # directions in which these are screened; 0: all are read in full
 
     @classmethod
     def from_config(cls, config: dict[str, Any], source: object) -> "RecurrentArgs":
         """Read the settings; CheckpointError if one is missing or impossible."""
-        values = {field.name: config.get(field.name, 0) for field in fields(cls)}
+        optional = {"memory_pool": 1, "draft_vocabulary": 0, "draft_rank": 0}
+        values: dict[str, Any] = {
+            field.name: config.get(field.name, optional.get(field.name)) for field in fields(cls)
+        }
         for name, value in values.items():
             least = 0 if name.startswith("draft_") else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -103,7 +107,14 @@ class RecurrentHeads(nn.Module):
         self.layer_norm = nn.LayerNorm(dim)
 
     def attend(self, memory: mx.array) -> Memory:
-        """K and V per layer of a memory [B, S, D]: once per sequence, contiguous as attention reads them."""
+        """K and V per layer of a memory [B, S, D]: once per sequence, contiguous as attention reads them.
+
+        A guess needs to know which word comes, not where its sounds begin to 20 ms, so neighbouring rows are averaged
+        first, and every guess reads that much less.
+        """
+        if (pool := min(self.args.memory_pool, memory.shape[1])) > 1:
+            rows = memory.shape[1] // pool
+            memory = memory[:, : rows * pool].reshape(len(memory), rows, pool, -1).mean(axis=2)
         found = [layer.encoder_attn.keys_values(memory) for layer in self.layers]
         return [(mx.contiguous(keys), mx.contiguous(values)) for keys, values in found]
 
@@ -142,20 +153,23 @@ class RecurrentDrafter:
 
     def propose(self, hidden: mx.array, pending: int, count: int) -> list[int]:
         count = min(count, self.max_drafts)
-        ids: list[int] = self.guesses(hidden, mx.array([pending]), self._memory, count).tolist()  # type: ignore[assignment]
+        guesses = []
+        for token in self.chain(hidden, mx.array([pending]), self._memory, count):
+            mx.async_eval(token)  # it is computed while the graph of the next one is built
+            guesses.append(token)
+        ids: list[int] = mx.concatenate(guesses).tolist()  # type: ignore[assignment]
         return ids
 
-    def guesses(self, hidden: mx.array, token: mx.array, memory: Memory, count: int) -> mx.array:
-        """States [1, n, D], of which the last counts, and pending token [1] -> ids [count], lazily.
+    def chain(self, hidden: mx.array, token: mx.array, memory: Memory, count: int) -> Iterator[mx.array]:
+        """States [1, n, D], of which the last counts, and pending token [1] -> ``count`` guesses [1], lazily.
 
-        One graph for all guesses: a guess feeds the next one on the device, and the host waits once.
+        A guess feeds the next one on the device, and the host waits once.
         """
-        state, guesses = hidden[:, -1:], []
+        state = hidden[:, -1:]
         for _ in range(count):
             state = self.heads(state, self._embed(token)[None], memory)
             token = self.guess(self.heads.layer_norm(state)[0])
-            guesses.append(token)
-        return mx.concatenate(guesses)
+            yield token
 
     def propose_tree(self, hidden: mx.array, pending: int, tree: Tree) -> list[int]:
         """Level by level, the nodes of one that have children as one batch of rows; the host waits once."""

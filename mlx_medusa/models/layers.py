@@ -82,6 +82,15 @@ def gelu(x: mx.array) -> mx.array:
     return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=1)
 
 
+def logsumexp(x: mx.array) -> mx.array:
+    """log sum exp over the last axis of [..., V] -> [...]."""
+    if not _on_cpu(x):
+        return mx.logsumexp(x, axis=-1)
+    highest = mx.max(x, axis=-1, keepdims=True)
+    total = mx.sum(mx.power(2.0, (x - highest) * _LOG2_E), axis=-1)
+    return mx.log(total) + highest[..., 0]
+
+
 def _erf(x: mx.array) -> mx.array:
     """Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26: off by at most 1.5e-7."""
     size = mx.abs(x)

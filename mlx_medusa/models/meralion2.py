@@ -73,6 +73,16 @@ class ModelArgs:
         return self.text.hidden_size
 
     @property
+    def decoder_attention_heads(self) -> int:
+        """Under the name that it has in a Whisper."""
+        return self.text.num_attention_heads
+
+    @property
+    def decoder_ffn_dim(self) -> int:
+        """Under the name that it has in a Whisper."""
+        return self.text.intermediate_size
+
+    @property
     def num_mel_bins(self) -> int:
         return self.speech.num_mel_bins
 

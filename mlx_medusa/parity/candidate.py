@@ -173,10 +173,8 @@ class MeralionCandidate:
         return self._transcriber.encode(Window(0, content))
 
     def job(self, memory: Any, asked: Asked) -> Job:
-        prompt, cache, limits, rules = self._transcriber.prepare(
-            memory, asked.instruction or "", asked.max_tokens
-        )
-        return Job(prompt, cache, rules, limits, memory)
+        at = self._transcriber.prepare(memory, asked.instruction or "", asked.max_tokens)
+        return Job(at.prompt, at.cache, at.rules, at.limits, memory)
 
 
 class TextCandidate:

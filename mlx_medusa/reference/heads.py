@@ -103,6 +103,7 @@ class RecurrentHeads:
     def __init__(self, config: dict[str, Any], tensors: Tensors):
         self.max_drafts = int(config["num_heads"])
         self.num_layers, self.attention_heads = int(config["num_layers"]), int(config["attention_heads"])
+        self.memory_pool = int(config.get("memory_pool", 1))
         self._tensors = tensors
         self._guess = _Guesser(tensors)
         self._embed: Any = None
@@ -115,7 +116,8 @@ class RecurrentHeads:
         self._memory = self.keys_values(memory[0])
 
     def keys_values(self, memory: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-        """[S, D] -> K and V [heads, S, d] per layer"""
+        """[S, D] -> K and V [heads, S / memory_pool, d] per layer"""
+        memory = F.avg_pool1d(memory.T[None], min(self.memory_pool, len(memory)))[0].T
         names = [f"layers.{layer}.encoder_attn" for layer in range(self.num_layers)]
         return [
             tuple(self._split(self._linear(f"{name}.{part}_proj", memory)) for part in "kv") for name in names

@@ -19,9 +19,10 @@ from mlx_medusa.models.meralion2 import Speech
 from mlx_medusa.speech.chat import ChatTokenizer
 from mlx_medusa.speech.languages import language_code
 from mlx_medusa.speech.results import Segment, Transcription
+from mlx_medusa.speech.tasks import HEADS_QUERY, QUERY
 from mlx_medusa.speech.tasks import MERALION as TASKS
-from mlx_medusa.speech.tasks import QUERY
 from mlx_medusa.speech.transcriber import (
+    Opening,
     Options,
     Session,
     compression_ratio,
@@ -106,6 +107,23 @@ class MeralionTranscriber:
             mx.eval(rows[-1])  # one chunk after the other: their activations are large
         return mx.concatenate(rows)[None]
 
+    def opening(self, encoded: mx.array, language: str | None, *, timestamps: bool = False) -> Opening:
+        """How the texts of rows of speech [B, N, D] begin when this model has heads; for their training.
+
+        OptionError for timestamps, which this model does not write.
+        """
+        if timestamps:
+            raise OptionError("MERaLiON writes no timestamps: use --prompts text")
+        return self.prepare(encoded, HEADS_QUERY)
+
+    def prepare(self, rows: mx.array, instruction: str, max_tokens: int | None = None) -> Opening:
+        """What decoding begins with for an instruction about ``rows`` [1, N, D]."""
+        prompt, begin = self.tokenizer.prompt(instruction, rows.shape[1])
+        chunks = -(-rows.shape[1] // self.model.args.rows_per_chunk)
+        limits = Limits(self.tokenizer.stops, max_tokens or TOKENS_PER_CHUNK * chunks)
+        rules: list[Rule] = [NoRepeatNGram(self.tokenizer.no_repeat)] if self.tokenizer.no_repeat else []
+        return Opening(prompt, KVCache(self.model.num_layers, Speech(rows, begin)), limits, rules)
+
     def _part(self, part: Window, options: Options, session: Session) -> None:
         """Transcribe one part, adding to ``session``."""
         start = perf_counter()
@@ -118,22 +136,21 @@ class MeralionTranscriber:
         session.encode_seconds += middle - start
         session.decode_seconds += perf_counter() - middle
 
-    def prepare(
-        self, rows: mx.array, instruction: str, max_tokens: int | None = None
-    ) -> tuple[list[int], KVCache, Limits, list[Rule]]:
-        """What decoding needs for an instruction about ``rows`` [1, N, D]: prompt, cache, where it ends, rules."""
-        prompt, begin = self.tokenizer.prompt(instruction, rows.shape[1])
-        chunks = -(-rows.shape[1] // self.model.args.rows_per_chunk)
-        limits = Limits(self.tokenizer.stops, max_tokens or TOKENS_PER_CHUNK * chunks)
-        rules: list[Rule] = [NoRepeatNGram(self.tokenizer.no_repeat)] if self.tokenizer.no_repeat else []
-        return prompt, KVCache(self.model.num_layers, Speech(rows, begin)), limits, rules
-
     def _decode(self, part: Window, rows: mx.array, options: Options, session: Session) -> Segment:
-        prompt, cache, limits, rules = self.prepare(rows, self.instruction(options), options.max_tokens)
+        at = self.prepare(rows, self.instruction(options), options.max_tokens)
         drafter = self.drafter if options.medusa else None
         start = part.start / SAMPLE_RATE
         _, written, logprobs = decode(
-            self.model, prompt, cache, limits, rules, drafter, rows, options.width or 1, session, start
+            self.model,
+            at.prompt,
+            at.cache,
+            at.limits,
+            at.rules,
+            drafter,
+            rows,
+            options.width or 1,
+            session,
+            start,
         )
         tokens = [token for token in written if token not in self.tokenizer.stops]
         text = self.tokenizer.decode(tokens, speakers=options.speaker_tags)

@@ -22,6 +22,7 @@ class WhisperTokenizer:
         self.max_initial_timestamp: int | None = generation_config.get("max_initial_timestamp_index")
         self.suppressed_at_begin: list[int] = generation_config.get("begin_suppress_tokens") or []
         self.eot = self._id("<|endoftext|>")
+        self.stops = frozenset([self.eot])
         self.sot = self._id("<|startoftranscript|>")
         self.no_timestamps = self._id("<|notimestamps|>")
         self.timestamp_begin = self.no_timestamps + 1

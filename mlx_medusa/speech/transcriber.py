@@ -57,11 +57,19 @@ class Options:
 class SpeechToText(Protocol):
     """What every family's transcriber offers."""
 
+    model: Any
+    tokenizer: Any
+    drafter: Drafter | None
+
     def transcribe(
         self, audio: Source, options: Options | None = None, *, progress: bool = False, **overrides: Any
     ) -> Transcription: ...
 
     def check(self, options: Options) -> Options: ...
+
+    def encode(self, window: Window, /) -> mx.array: ...
+
+    def opening(self, encoded: mx.array, language: str | None, *, timestamps: bool = False) -> "Opening": ...
 
 
 @dataclass
@@ -74,6 +82,16 @@ class Session:
     decode_seconds: float = 0.0
     segments: list[Segment] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What decoding begins with: prompt, a cache with the model's memory, where to end, what edits the logits."""
+
+    prompt: list[int]
+    cache: KVCache
+    limits: Limits
+    rules: list[Rule]
 
 
 class Transcriber:
@@ -173,7 +191,7 @@ class Transcriber:
     ) -> Segment:
         """Decode one window with its cross-attention K/V in ``cache``."""
         prompt = self.tokenizer.prompt(session.language, options.task)
-        limits = Limits(frozenset([self.tokenizer.eot]), options.max_tokens or self.model.max_length // 2)
+        limits = Limits(self.tokenizer.stops, options.max_tokens or self.model.max_length // 2)
         rules = self.rules(len(prompt))
         start = window.start / SAMPLE_RATE
         drafter = self.drafter if options.medusa else None
@@ -195,6 +213,12 @@ class Transcriber:
             compression_ratio=compression_ratio(text.strip()),
             no_speech_prob=float(no_speech),
         )
+
+    def opening(self, encoded: mx.array, language: str | None, *, timestamps: bool = False) -> Opening:
+        """How the texts of encoder outputs [B, S, D] begin; for the training of heads."""
+        prompt = self.tokenizer.prompt(language, "transcribe", timestamps=timestamps)
+        limits = Limits(self.tokenizer.stops, self.model.max_length // 2)
+        return Opening(prompt, self._cache(encoded), limits, self.rules(len(prompt), timestamps=timestamps))
 
     def rules(self, begin: int, *, timestamps: bool = False) -> list[Rule]:
         """What edits the logits after a prompt of ``begin`` tokens."""

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from mlx_medusa.errors import AudioError, OptionError
 from mlx_medusa.medusa.vocabulary import DraftVocabulary
 from mlx_medusa.speech.results import Transcription
-from mlx_medusa.speech.transcriber import Transcriber
+from mlx_medusa.speech.transcriber import SpeechToText
 from mlx_medusa.training.data import Batch
 from mlx_medusa.training.harvest import HarvestOptions, decode_encoded, list_audio, read_windows
 from mlx_medusa.training.objective import Scores, Target
@@ -20,11 +20,11 @@ Report = dict[str, Any]
 
 
 def evaluate(
-    transcriber: Transcriber,
+    transcriber: SpeechToText,
     sources: Iterable[str | Path],
     *,
     width: int | None = None,
-    language: str = "en",
+    language: str | None = "en",
     progress: bool = False,
 ) -> tuple[Report, list[AudioError]]:
     """Transcribe audio with the transcriber's heads and without; (report, errors of the files that cannot be read).
@@ -91,7 +91,7 @@ def _total(clips: list[Report]) -> Report:
     }
 
 
-def _batches(transcriber: Transcriber, path: Path, guesses: int, language: str) -> Iterable[Batch]:
+def _batches(transcriber: SpeechToText, path: Path, guesses: int, language: str | None) -> Iterable[Batch]:
     """What training would read of a file: its windows, one by one."""
     options = HarvestOptions(language=language)
     for window in read_windows(path):

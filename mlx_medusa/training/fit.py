@@ -39,6 +39,7 @@ class FitOptions:
     kind: str = "recurrent"
     num_heads: int = 5
     num_layers: int = 1
+    memory_pool: int = 1  # recurrent heads attend to averages of so many neighbouring rows
     ffn_dim: int | None = None  # of causal heads; None: as in the base
     draft_vocabulary: int | None = None
     draft_rank: int = 0  # screen the draft vocabulary in so many directions; 0: read it in full
@@ -59,7 +60,7 @@ class FitOptions:
     def __post_init__(self) -> None:
         if self.kind not in LEARNING_RATES:
             raise OptionError(f"kind {self.kind!r} is not known: use one of {', '.join(LEARNING_RATES)}")
-        for name in ("num_heads", "num_layers", "epochs", "batch"):
+        for name in ("num_heads", "num_layers", "memory_pool", "epochs", "batch"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} is {getattr(self, name)}, but must be at least 1")
         if self.draft_rank and self.draft_vocabulary is None:

@@ -1,10 +1,10 @@
 """Harvest: what the frozen verifier writes by itself, and the state that predicted each token.
 
 A harvest is a folder of safetensors shards and an index.json. Window w of file f gives ``{f}.{w}.memory`` [S, D]
-float16 (what the verifier attends to: the encoder output), and per prompt ``{f}.{w}.text.tokens`` [n] int32, the tokens
-decided after it (with the end token), and ``{f}.{w}.text.hidden`` [n, D], in the verifier's type, the states that
-predicted them; ``stamped`` instead of ``text`` where timestamps were asked for. A shard covers whole files, and is in
-the index only when it is whole, so a harvest goes on where it was killed.
+float16 (what the verifier hears: Whisper's encoder output, or the rows of speech in MERaLiON's prompt), and per prompt
+``{f}.{w}.text.tokens`` [n] int32, the tokens decided after it (with the end token), and ``{f}.{w}.text.hidden`` [n, D],
+in the verifier's type, the states that predicted them; ``stamped`` instead of ``text`` where timestamps were asked for.
+A shard covers whole files, and is in the index only when it is whole, so a harvest goes on where it was killed.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from mlx_medusa.medusa.cache import KVCache
 from mlx_medusa.medusa.decode import Limits, Verifier
 from mlx_medusa.medusa.rules import Rule, pick
 from mlx_medusa.shards import ShardWriter, write_json
-from mlx_medusa.speech.transcriber import Transcriber
+from mlx_medusa.speech.transcriber import SpeechToText
 from mlx_medusa.speech.windows import Window, windows
 
 INDEX = "index.json"
@@ -40,7 +40,7 @@ class HarvestOptions:
     """``prompts``: text, stamped or both. ``batch``: windows decoded at once. ``files_per_shard``: as it says."""
 
     prompts: str = "text"
-    language: str = "en"
+    language: str | None = "en"  # for Whisper
     batch: int = 8
     files_per_shard: int = 50
 
@@ -138,15 +138,11 @@ def greedy(
 
 
 def decode_encoded(
-    transcriber: Transcriber, encoded: mx.array, stamped: bool, options: HarvestOptions
+    transcriber: SpeechToText, encoded: mx.array, stamped: bool, options: HarvestOptions
 ) -> list[tuple[list[int], mx.array]]:
     """What ``greedy`` writes for encoder outputs [B, S, D], under the rules that transcribing has."""
-    model, tokenizer = transcriber.model, transcriber.tokenizer
-    prompt = tokenizer.prompt(options.language, "transcribe", timestamps=stamped)
-    limits = Limits(frozenset([tokenizer.eot]), model.max_length // 2)
-    rules = transcriber.rules(len(prompt), timestamps=stamped)
-    cache = KVCache(model.num_layers, model.attend(encoded))
-    return greedy(model, prompt, cache, len(encoded), limits, rules)
+    at = transcriber.opening(encoded, options.language, timestamps=stamped)
+    return greedy(transcriber.model, at.prompt, at.cache, len(encoded), at.limits, at.rules)
 
 
 def read_windows(path: Path) -> list[Window]:
@@ -158,7 +154,7 @@ def read_windows(path: Path) -> list[Window]:
 
 
 def harvest(
-    transcriber: Transcriber,
+    transcriber: SpeechToText,
     model_folder: Path,
     sources: Iterable[str | Path],
     target: Path,
@@ -189,15 +185,15 @@ def harvest(
     return errors
 
 
-def _settings(transcriber: Transcriber, model_folder: Path, options: HarvestOptions) -> dict[str, Any]:
+def _settings(transcriber: SpeechToText, model_folder: Path, options: HarvestOptions) -> dict[str, Any]:
     """What must be the same for a harvest to go on."""
     args = transcriber.model.args
     return {
         "fingerprint": fingerprint(model_folder),
         "dtype": str(transcriber.model.embed(mx.array([0])).dtype).rpartition(".")[2],
-        "hidden_size": args.d_model,
+        "hidden_size": args.hidden_size,
         "vocab_size": args.vocab_size,
-        "eos": transcriber.tokenizer.eot,
+        "eos": max(transcriber.tokenizer.stops),
         "prompts": options.prompts,
         "language": options.language,
         "batch": options.batch,
@@ -242,7 +238,7 @@ class _Shard:
     """The shard that is being written: its files' windows wait until a batch of them is full."""
 
     def __init__(
-        self, transcriber: Transcriber, folder: Path, index: dict[str, Any], options: HarvestOptions
+        self, transcriber: SpeechToText, folder: Path, index: dict[str, Any], options: HarvestOptions
     ):
         self._transcriber, self._folder, self._index, self._options = transcriber, folder, index, options
         self._name = f"shard-{index['shards']:05}"

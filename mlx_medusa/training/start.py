@@ -11,6 +11,7 @@ from mlx_medusa import checkpoint
 from mlx_medusa.errors import OptionError
 from mlx_medusa.medusa.causal import CausalHeads
 from mlx_medusa.medusa.recurrent import RecurrentHeads
+from mlx_medusa.models.whisper import Model as Whisper
 
 if TYPE_CHECKING:
     from mlx_medusa.training.fit import FitOptions
@@ -42,13 +43,18 @@ def config(options: "FitOptions", base: Any) -> dict[str, Any]:
             "rope_theta": int(base.rope_theta),
             "norm_eps": base.rms_norm_eps,
         }
-    return {**common, "attention_heads": base.decoder_attention_heads, "ffn_dim": base.decoder_ffn_dim}
+    return {
+        **common,
+        "attention_heads": base.decoder_attention_heads,
+        "ffn_dim": base.decoder_ffn_dim,
+        "memory_pool": options.memory_pool,
+    }
 
 
 def initialise(heads: nn.Module, model: Any) -> None:
     """First weights. Plain heads start as the identity, as Medusa's own trainer has it; recurrent ones from the base.
 
-    Each recurrent layer is the cross-attention and the MLP of one of the base's last decoder layers. What is joined
+    Each recurrent layer is the cross-attention and the MLP of one of a Whisper's last decoder layers. What is joined
     starts as the state, at about the size that those layers are used to, with a little of the token: from a random
     matrix, which hides the state, training needs several times as long.
     """
@@ -57,6 +63,15 @@ def initialise(heads: nn.Module, model: Any) -> None:
         return
     if not isinstance(heads, RecurrentHeads):
         return  # StackedLinear is made of zeros
+    weights = _from_whisper(heads, model) if isinstance(model, Whisper) else _from_gemma(model)
+    same = mx.eye(heads.args.hidden_size)
+    both = mx.concatenate([_STATE * same, _TOKEN * same], axis=1)
+    weights["joint.weight"] = both + _NOISE * heads.joint.weight
+    heads.load_weights(list(weights.items()), strict=False)
+
+
+def _from_whisper(heads: RecurrentHeads, model: Whisper) -> dict[str, mx.array]:
+    """Layers and last norm of the decoder."""
     decoder = model.model.decoder
     weights: dict[str, mx.array] = {}
     for index, source in enumerate(decoder.layers[-len(heads.layers) :]):
@@ -64,10 +79,12 @@ def initialise(heads: nn.Module, model: Any) -> None:
         own: Any = tree_flatten(heads.layers[index].parameters())
         weights |= {f"layers.{index}.{name}": theirs[name] for name, _ in own}
     weights |= {f"layer_norm.{name}": array for name, array in _parameters(decoder.layer_norm).items()}
-    same = mx.eye(heads.args.hidden_size)
-    both = mx.concatenate([_STATE * same, _TOKEN * same], axis=1)
-    weights["joint.weight"] = both + _NOISE * heads.joint.weight
-    heads.load_weights(list(weights.items()), strict=False)
+    return weights
+
+
+def _from_gemma(model: Any) -> dict[str, mx.array]:
+    """MERaLiON's decoder has no cross-attention to start from: its last norm only, whose weights are kept less 1."""
+    return {"layer_norm.weight": 1 + model.text_decoder.model.norm.weight.astype(mx.float32)}
 
 
 def _from_llama(heads: CausalHeads, decoder: Any) -> dict[str, mx.array]:
@@ -109,7 +126,7 @@ def take(heads: nn.Module, config: dict[str, Any], source: str | Path) -> None:
         raise OptionError(f"{source}: holds no heads to start from")
     theirs, arrays = found
     for name, value in config.items():
-        if theirs.get(name) != value:
+        if name != "memory_pool" and theirs.get(name) != value:
             raise OptionError(
                 f"{source}: heads with {name} {theirs.get(name)!r}, not {value!r}, to start from"
             )
