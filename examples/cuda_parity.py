@@ -46,13 +46,13 @@ def jobs(out: Path, demo: bool) -> Iterator[tuple[str, Path, list[str], int]]:
             yield model.name, folder, options, TOKENS["demo"]
 
 
-def record(out: Path, demo: bool, device: str) -> int:
+def record(out: Path, demo: bool, device: str, dtypes: list[str]) -> int:
     """Record each model in each precision; the number of records that failed."""
     from mlx_medusa.parity.__main__ import main as parity
 
     failed = 0
     for name, folder, inputs, tokens in jobs(out, demo):
-        for dtype in DTYPES:
+        for dtype in dtypes:
             if dtype == "float16" and "meralion2" in name:
                 continue  # Gemma's numbers leave its range
             command = ["record", *inputs, "--model", str(folder), "--device", device, "--dtype", dtype]
@@ -91,10 +91,13 @@ def main() -> int:
     parser.add_argument(
         "--device", default="auto", help="auto, cpu, cuda or cuda:N (default: CUDA where there is one)"
     )
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="precisions (default: all)"
+    )
     parser.add_argument("--check-only", action="store_true", help="the records are there")
     args = parser.parse_args()
     out = args.out.resolve()
-    if not args.check_only and record(out, args.demo, args.device):
+    if not args.check_only and record(out, args.demo, args.device, args.dtypes):
         return 1
     if importlib.util.find_spec("mlx") is None:
         print(
