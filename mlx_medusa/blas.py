@@ -3,7 +3,7 @@
 The Linux wheel of MLX links the reference BLAS, which multiplies float32 matrices at about 2 GFLOP/s
 and makes a pass over five rows cost five times one row, so that speculation cannot pay. An OpenBLAS that is
 in the global symbol namespace before MLX is loaded takes its place. It is put there when MLX is first imported, and not
-before: PyTorch, which has a BLAS of its own, would take it too and be slower with it.
+before: PyTorch, which has a BLAS of its own, would take it too, and compute other last bits.
 """
 
 import ctypes

@@ -5,6 +5,7 @@
     python tests/record_golden.py tiny.en FOLDER_OF_8_BITS > tests/golden/whisper-tiny.en-8bit.jsonl
     python tests/record_golden.py base FOLDER > tests/golden/whisper-base.jsonl
     python tests/record_golden.py meralion2 SMALL/meralion2 > tests/golden/small-meralion2.jsonl
+    python tests/record_golden.py smollm2 FOLDER > tests/golden/smollm2-135m.jsonl
 
 FOLDER is what `convert` made, SMALL what examples/make_small_models.py makes; the reference runs all in float32. No MLX
 is imported. PYTHONPATH must name the root of the tree and examples/.
@@ -20,6 +21,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 from clips import english, nine_languages, sounds
 from fetch_speech import fetch_languages, fetch_speech
+from record_smollm2 import PROMPTS
 
 from mlx_medusa import reference
 from mlx_medusa.demo import SPEECH
@@ -29,8 +31,13 @@ from mlx_medusa.parity.records import Asked, Entry, Record
 from mlx_medusa.reference.folder import Folder, heads_fingerprint
 from mlx_medusa.speech.tasks import HEADS_QUERY
 
-MAX_TOKENS, SMALL_TOKENS = 224, 64
-NAMES = {"tiny.en": "whisper-tiny.en", "base": "whisper-base", "meralion2": "small-meralion2"}
+MAX_TOKENS, SMALL_TOKENS, TEXT_TOKENS = 224, 64, 32
+NAMES = {
+    "tiny.en": "whisper-tiny.en",
+    "base": "whisper-base",
+    "meralion2": "small-meralion2",
+    "smollm2": "smollm2-135m",
+}
 
 
 def of_tiny_en(oracle, only, width) -> Iterator[Entry]:
@@ -62,9 +69,16 @@ def of_meralion2(oracle, only, width) -> Iterator[Entry]:
     yield from record(oracle, ((clip, asked) for clip in given), width=width)
 
 
+def of_smollm2(oracle, only, width) -> Iterator[Entry]:
+    """Questions of a chat."""
+    asked = [Asked(max_tokens=TEXT_TOKENS, chat=True)]
+    given = (Input(prompt, prompt) for prompt in PROMPTS if not only or prompt in only)
+    yield from record(oracle, ((prompt, asked) for prompt in given), width=width)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    jobs = {"tiny.en": of_tiny_en, "base": of_base, "meralion2": of_meralion2}
+    jobs = {"tiny.en": of_tiny_en, "base": of_base, "meralion2": of_meralion2, "smollm2": of_smollm2}
     parser.add_argument("model", choices=jobs)
     parser.add_argument("folder", type=Path)
     parser.add_argument(

@@ -11,11 +11,13 @@ from checkpoints import (
     Tensors,
     config_of,
 )
+from make_small_models import make_llama, make_meralion2, make_whisper
 from mlx.utils import tree_flatten
 
 from convert import convert
 from mlx_medusa import models
 from mlx_medusa.errors import OptionError
+from mlx_medusa.medusa.cache import KVCache
 
 EMBEDDING = "model.decoder.embed_tokens"
 
@@ -168,3 +170,21 @@ def test_four_bit_size_of_a_real_model(tiny_en: Path, tiny_en_ct2: Path, tmp_pat
     assert report.size_after <= 0.45 * before
     assert report.size_after == sum(file.stat().st_size for file in (tmp_path / "q4").iterdir())
     assert 4.5 < report.bits_per_weight < 5
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    ("make", "dtype"), [(make_whisper, mx.float16), (make_llama, mx.float32), (make_meralion2, mx.float32)]
+)
+def test_a_quantized_embedding_keeps_the_models_precision(
+    tmp_path: Path, out: Path, make, dtype, mode
+) -> None:
+    """MLX itself makes bfloat16 of what the mx and nv modes hold, and the numbers of every layer would follow."""
+    make(tmp_path / "model")
+    convert(tmp_path / "model", out, q_mode=mode, **({"q_bits": 4} if mode == "affine" else {}))
+    model, _ = models.load(out, dtype)
+    cache = KVCache(model.num_layers)
+    if make is make_whisper:
+        cache.memory = model.attend(mx.zeros((1, 8, 64), dtype))
+    assert model.embed(mx.array([3])).dtype == dtype
+    assert model.step(mx.array([[3]]), mx.array([[0]]), None, cache).dtype == dtype

@@ -16,13 +16,14 @@ from test_transcribe import heads_file
 from tiny import new_cache, tiny_whisper
 
 from convert import convert
+from mlx_medusa import load
 from mlx_medusa.errors import AudioError, OptionError
 from mlx_medusa.medusa.decode import Limits, chain_pass, generate, prefill
 from mlx_medusa.medusa.heads import HeadsArgs, MedusaDrafter, MedusaHeads
 from mlx_medusa.medusa.rules import Suppress
 from mlx_medusa.parity import records
 from mlx_medusa.parity.__main__ import main
-from mlx_medusa.parity.candidate import Decoded, Margins
+from mlx_medusa.parity.candidate import Decoded, Margins, candidate_of, decode
 from mlx_medusa.parity.check import Bounds, bounds_for, compare
 from mlx_medusa.parity.inputs import read_inputs
 from mlx_medusa.parity.records import Asked, Entry
@@ -256,6 +257,17 @@ def test_record_without_pytorch_says_how_to_get_it(model, speech):
     )
     assert done.returncode == 1
     assert done.stderr == 'parity: error: torch is missing: pip install "mlx-medusa[reference]"\n'
+
+
+def test_without_heads_the_recorded_tokens_are_the_guesses(model, record, speech):
+    """Twelve tokens, the first decided by the prefill: at width 4 three passes, all of whose guesses are right."""
+    candidate = candidate_of(load(model, medusa=False))
+    entry = records.read(record).entries[-1]
+    (clip,) = read_inputs([str(speech / "short.wav")], "whisper")
+    memory = candidate.encode(clip.content)
+    assert decode(candidate, memory, entry.asked, 4, entry.tokens).rounds == [4, 4, 3]
+    wrong = decode(candidate, memory, entry.asked, 4, [token + 1 for token in entry.tokens])
+    assert (wrong.tokens, wrong.rounds) == (entry.tokens, [1] * 11)
 
 
 def scaled(model, folder, name, factor):

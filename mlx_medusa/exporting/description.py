@@ -4,12 +4,14 @@ import json
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_medusa import __version__
 from mlx_medusa.audio import SAMPLE_RATE
 from mlx_medusa.errors import CheckpointError
-from mlx_medusa.speech.tokenizer import WhisperTokenizer
+
+if TYPE_CHECKING:
+    from mlx_medusa.speech.tokenizer import WhisperTokenizer
 
 FILE = "export.json"
 VERSION = 1  # raised when an older reader would misread the folder
@@ -42,7 +44,7 @@ def pairs(prefix: str, layers: int, shape: Shape, dtype: str) -> list[Port]:
     return [Port(f"{prefix}{part}_{i}", shape, dtype) for i in range(layers) for part in ("key", "value")]
 
 
-def decoding(tokenizer: WhisperTokenizer, max_length: int, vocab_size: int, drafts: int) -> dict[str, Any]:
+def decoding(tokenizer: "WhisperTokenizer", max_length: int, vocab_size: int, drafts: int) -> dict[str, Any]:
     """Every number that a decode loop needs besides the functions. ``drafts`` is what heads guess, 0 without any."""
     return {
         "sample_rate": SAMPLE_RATE,

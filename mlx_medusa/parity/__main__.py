@@ -17,6 +17,7 @@ from mlx_medusa.speech import tasks
 from mlx_medusa.transcribe import add, emit, find_model
 
 DTYPES = ("float32", "float16", "bfloat16")
+WIDEST = 64  # pass of a check without heads
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,9 +65,8 @@ def _check_options(p: argparse.ArgumentParser) -> None:
         "inputs", nargs="*", help="the recorded audio, files or folders (default: where it was then)"
     )
     _model_options(p, "decode with its own Medusa heads")
-    p.add_argument(
-        "--width", type=int, nargs="+", help="rows of a verifier pass (default: 1, with heads all of them)"
-    )
+    p.add_argument("--width", type=int, nargs="+", help="rows of a verifier pass (default: 1, with heads all of them); "
+                   "without heads the recorded tokens are the guesses")  # fmt: skip
     p.add_argument(
         "--dtype", choices=DTYPES, help="precision of MLX (default: the model's; on a CPU float32)"
     )
@@ -178,12 +178,10 @@ def _check(args: argparse.Namespace, record: records.Record) -> tuple[Any, Any]:
         )
     loaded = load(folder.path, heads=args.heads, medusa=args.medusa, dtype=args.dtype)
     candidate = candidate_of(loaded)
-    most = 1 + candidate.drafter.max_drafts if candidate.drafter else 1
-    widths = args.width or [most]
+    most = 1 + candidate.drafter.max_drafts if candidate.drafter else WIDEST
+    widths = args.width or [most if candidate.drafter else 1]
     if not all(1 <= width <= most for width in widths):
-        raise OptionError(
-            f"--width {widths}: must be 1 to {most}" + ("" if most > 1 else "; for more, use --medusa")
-        )
+        raise OptionError(f"--width {' '.join(map(str, widths))}: must be 1 to {most}")
     config, on_cpu = folder.config, mx.default_device().type == mx.cpu
     dtype = args.dtype or (
         "float32" if on_cpu else config.get("dtype") or config.get("torch_dtype") or "float32"

@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx_medusa.medusa.cache import KVCache
 from mlx_medusa.medusa.decode import Drafter, Limits, Verifier, generate, prefill
 from mlx_medusa.medusa.rules import Prefix, Rule
+from mlx_medusa.medusa.trees import Tree
 from mlx_medusa.parity.records import MAX_TOKENS, Asked
 from mlx_medusa.speech.meralion import MeralionTranscriber
 from mlx_medusa.speech.transcriber import Transcriber
@@ -81,13 +82,38 @@ class Margins:
         return [float(self._noted[begin + place]) for place in range(count)]
 
 
-def decode(candidate: Candidate, memory: Any, asked: Asked, width: int) -> Decoded:
-    """Decode what is asked, with heads if ``width`` is above 1."""
+class Recorded:
+    """A drafter whose guesses are the recorded tokens: all right, as long as the model writes what was recorded."""
+
+    def __init__(self, tokens: Sequence[int]):
+        self._tokens = list(tokens)
+        self._at = 1  # the prefill decides the first
+
+    @property
+    def max_drafts(self) -> int:
+        return len(self._tokens)
+
+    def begin(self, memory: mx.array | None) -> None:
+        """Nothing is needed."""
+
+    def propose(self, hidden: mx.array, pending: int, count: int) -> list[int]:
+        guesses = self._tokens[self._at : self._at + count]
+        self._at += len(guesses) + 1  # if one was wrong, the text is another one anyway
+        return guesses
+
+    def propose_tree(self, hidden: mx.array, pending: int, tree: Tree) -> list[int]:
+        raise NotImplementedError("what is recorded is a chain")
+
+
+def decode(
+    candidate: Candidate, memory: Any, asked: Asked, width: int, recorded: Sequence[int] = ()
+) -> Decoded:
+    """Decode what is asked. The guesses of a ``width`` above 1 are those of the heads, else the ``recorded`` tokens."""
     job = candidate.job(memory, asked)
     margins = Margins()
     rules = [*job.rules, margins]
     state, first = prefill(candidate.model, job.prompt, job.cache, job.limits, rules)
-    drafter = candidate.drafter if width > 1 else None
+    drafter = (candidate.drafter or Recorded(recorded)) if width > 1 else None
     runs = list(
         generate(
             candidate.model,

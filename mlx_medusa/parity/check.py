@@ -25,7 +25,7 @@ class Bounds:
 BOUNDS = {
     "float32": Bounds(1e-3, 2e-3),
     "float16": Bounds(0.1, None),
-    "bfloat16": Bounds(0.75, None),
+    "bfloat16": Bounds(0.5, None),
 }
 
 
@@ -114,7 +114,7 @@ def check(
         memory = candidate.encode(given.content) if questions else None
         for entry in questions:
             for width in widths:
-                found = decode(candidate, memory, entry.asked, width)
+                found = decode(candidate, memory, entry.asked, width, entry.tokens)
                 yield compare(entry, found, bounds, width, rounds=width == rounds_width)
     for questions in wanted.values():
         for entry in questions:

@@ -1,8 +1,8 @@
 """The PyTorch oracle: what transformers' own classes write, on CUDA or a CPU. It needs the extra ``reference``.
 
 Nothing in this package imports MLX or a model of ours: an oracle that shared code with what it judges would share its
-mistakes. Where speed counts, use it in a process that does not import MLX: the OpenBLAS that comes with that on Linux
-takes the place of PyTorch's own BLAS, which sums in another order (the last bits differ) and is faster.
+mistakes. Use it in a process that does not import MLX: on Linux an OpenBLAS comes with that, which takes the place of
+PyTorch's own BLAS as well; its sums run in another order, so the last bits differ.
 """
 
 from pathlib import Path
