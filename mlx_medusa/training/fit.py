@@ -17,17 +17,19 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from tqdm import tqdm
 
 from mlx_medusa.errors import MedusaError, OptionError, OutputError
+from mlx_medusa.medusa.causal import CausalHeads
 from mlx_medusa.medusa.drafters import build_heads
 from mlx_medusa.shards import read_header
-from mlx_medusa.training import start
+from mlx_medusa.training import regress, start
 from mlx_medusa.training.data import Decoded, Harvest, batches, draft_vocabulary
+from mlx_medusa.training.data_text import TextHarvest
 from mlx_medusa.training.harvest import fingerprint
 from mlx_medusa.training.objective import Scores, Target, loss_of_batch
 
 CHECKPOINT = "checkpoint.safetensors"
 LOG = "log.json"
 # found best for small Whispers; Medusa's own trainer; found best for a small Llama
-LEARNING_RATES = {"recurrent": 8e-4, "medusa": 1e-3, "causal": 8e-4}
+LEARNING_RATES = {"recurrent": 8e-4, "medusa": 1e-3, "causal": 5e-5}
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,9 @@ class FitOptions:
     num_heads: int = 5
     num_layers: int = 1
     ffn_dim: int | None = None  # of causal heads; None: as in the base
+    match_length: int = (
+        4  # of causal heads: tokens in a row that tell where the same came before; 0: they don't look
+    )
     draft_vocabulary: int | None = None
     draft_rank: int = 0  # screen the draft vocabulary in so many directions; 0: read it in full
     epochs: int = 12
@@ -48,6 +53,9 @@ class FitOptions:
     weight_decay: float = 0.05
     loss_decay: float = 0.8  # weight of guess k is this to the power of k
     imitation: float = 5.0  # weight of the distance to the verifier's own later states
+    soft: float = (
+        0.0  # how much the verifier's own distribution is what guesses should have; 0: its token alone
+    )
     warm_up: float = 0.1  # of all steps
     clip: float = 1.0  # norm of the gradient
     held_out: float = 0.1  # of the files
@@ -98,6 +106,8 @@ class Fit:
         self.model, self.harvest, self.folder = model, harvest, Path(folder)
         identity = fingerprint(model_folder)
         harvest.check(identity, str(model.embed(mx.array([0])).dtype).rpartition(".")[2])
+        if isinstance(harvest, TextHarvest) and options.kind == "causal":
+            harvest.match_length = options.match_length
         self.train, self.held_out = harvest.split(options.held_out, options.hours)
         counts = harvest.token_counts(self.train).astype(np.float64)
         if text_counts is not None:
@@ -108,7 +118,9 @@ class Fit:
         self.config = start.config(options, model.args)
         mx.random.seed(options.seed)
         self.heads = build_heads(self.config, "heads")
-        if options.start is None:
+        if options.start is None and isinstance(self.heads, CausalHeads):
+            regress.first_weights(self.heads, model, self.target.embed, harvest, self.train)
+        elif options.start is None:
             start.initialise(self.heads, model)
         else:
             start.take(self.heads, self.config, options.start)
@@ -153,7 +165,7 @@ class Fit:
             self.progress.log.append(entry)
             if scores.tokens_per_verify > self.progress.best:
                 self.progress.best = scores.tokens_per_verify
-                self._write_heads()
+                self._write_heads(scores.accuracies())
             self._save()
             if after is not None:
                 after()
@@ -191,7 +203,13 @@ class Fit:
         batch = self.harvest.batch(members, self.options.num_heads)
         options = self.options
         return loss_of_batch(
-            heads, batch, self.target, options.num_heads, options.loss_decay, options.imitation
+            heads,
+            batch,
+            self.target,
+            options.num_heads,
+            options.loss_decay,
+            options.imitation,
+            options.soft,
         )
 
     def _learning_rate(self, step: int) -> float:
@@ -218,11 +236,11 @@ class Fit:
 
     # --- files ---
 
-    def _write_heads(self) -> None:
+    def _write_heads(self, accuracies: list[list[float]]) -> None:
         from convert.heads import write_heads  # not needed to transcribe
 
         arrays = dict(tree_flatten(self.heads.parameters()))
-        config = dict(self.config)
+        config = {**self.config, "accuracies": accuracies}
         if self.options.draft_vocabulary is not None:
             config["draft_vocabulary"] = len(self.target.ids)
             arrays["draft_vocabulary"] = mx.array(self.target.ids)
