@@ -88,7 +88,7 @@ def add_fit(p: argparse.ArgumentParser) -> None:
     p.add_argument("--imitation", type=float, metavar="WEIGHT",
                    help="of the distance to the model's own later states (default: 5, text 0)")  # fmt: skip
     p.add_argument("--soft", type=float, metavar="PART",
-                   help="how far guesses learn the model's own distribution, not its token (default: 0, text 1)")  # fmt: skip
+                   help="learn the model's distribution so far, else its token (default: 0, text 1)")  # fmt: skip
     p.add_argument(
         "--held-out", type=float, default=0.1, help="part of the files to judge by (default: %(default)s)"
     )
@@ -98,7 +98,7 @@ def add_fit(p: argparse.ArgumentParser) -> None:
     p.add_argument("--heads-dtype", choices=DTYPES, default="float16", help="default: %(default)s")
     p.add_argument("--export", choices=("whisper", "meralion", "vicuna"), action="append", default=[],
                    help="also write plain heads in the layout of this system, in OUTPUT/export-NAME")  # fmt: skip
-    p.add_argument("--data", help="for the card: where the audio is from, and its licence")
+    p.add_argument("--data", help="for the card: where the audio or the prompts are from, and the licence")
 
 
 def add_evaluate(p: argparse.ArgumentParser) -> None:

@@ -1,9 +1,9 @@
 """Causal recurrent heads, for text: one small block that runs once per guess and looks back at the verifier's states.
 
 What is joined: the state that predicted the newest token, the embedding of that token, and, if the same words came
-before, the verifier's state there and the embedding of the token that followed. One Llama block, whose attention reads the
-verifier's states of all tokens so far, makes of them the state that predicts the next token, as the verifier would have
-it; that state and the token that it gives are what the next guess is made from.
+before, the verifier's state there and the embedding of the token that followed. One Llama block, whose attention reads
+the verifier's states of all tokens so far, makes of them the state that predicts the next token, as the verifier would
+have it; that state and the token that it gives are what the next guess is made from.
 
 It is the recurrence of EAGLE (Li et al. 2024, https://arxiv.org/abs/2401.15077), but keys and values are always of the
 verifier's own states, so a round needs no pass to repair those of guesses. The place is looked up by its tokens, as in

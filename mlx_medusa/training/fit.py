@@ -138,6 +138,8 @@ class Fit:
             "vocabulary": hashlib.sha256(ids.tobytes()).hexdigest(),
             "hours_of_audio": hours,
         }
+        if isinstance(harvest, TextHarvest):
+            settings["tokens_of_text"] = sum(one.length for one in self.train)
         self.progress = Progress(settings)
         self._resume()
 
@@ -268,8 +270,9 @@ class Fit:
         if not path.exists():
             return
         saved = Progress(**json.loads(read_header(path)[1]["progress"]))
+        defaults = asdict(FitOptions())  # an older run does not name what came later
         for name, value in self.progress.settings.items():
-            if saved.settings.get(name) != value:
+            if saved.settings.get(name, defaults.get(name)) != value:
                 raise OptionError(
                     f"{path}: is of a run with {name} {saved.settings.get(name)!r}, not {value!r}: "
                     "choose another folder"

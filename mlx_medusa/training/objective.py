@@ -188,12 +188,13 @@ def mean_rows(later: mx.array, rows: mx.array) -> mx.array:
 def cross_entropy(
     states: mx.array, rows: mx.array, goals: mx.array, weights: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Cross-entropies of softmax(states rows^T), states [n, D] and a frozen projection ``rows`` [N, D]: (their sum with
-    ``weights`` [n], each of them [n]).
+    """Cross-entropies of softmax(states rows^T), states [n, D] and a frozen projection ``rows`` [N, D].
+
+    (Their sum with ``weights`` [n], each of them [n]).
 
     What is wanted is a distribution over the rows, and of that only the mean row, ``goals`` [n, D], is needed: of one
-    token that is its row. Only the sum has a gradient. It is found on the way, a block of rows at a time, so that logits
-    [n, N] are never in memory, nor computed twice.
+    token that is its row. Only the sum has a gradient. It is found on the way, a block of rows at a time, so that
+    logits [n, N] are never in memory, nor computed twice.
     """
 
     @mx.custom_function
