@@ -394,7 +394,9 @@ def _recurrent_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def _causal_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     dim, ffn_dim, size = (int(config[name]) for name in ("hidden_size", "ffn_dim", "head_dim"))
     inner, shared = int(config["attention_heads"]) * size, int(config["key_value_heads"]) * size
-    shapes: dict[str, tuple[int, ...]] = {"joint": (dim, 2 * dim)}
+    match_length = int(config.get("match_length") or 0)
+    parts = 4 if match_length else 2
+    shapes: dict[str, tuple[int, ...]] = {"joint": (dim, parts * dim)}
     shapes |= dict.fromkeys(("state_norm", "token_norm", "norm"), (dim,))
     for layer in range(int(config["num_layers"])):
         prefix = f"layers.{layer}"
@@ -403,7 +405,8 @@ def _causal_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes |= {f"{prefix}.self_attn.o_proj": (dim, inner), f"{prefix}.mlp.down_proj": (dim, ffn_dim)}
         shapes |= {f"{prefix}.mlp.{part}_proj": (ffn_dim, dim) for part in ("gate", "up")}
         shapes |= {f"{prefix}.{part}_layernorm": (dim,) for part in ("input", "post_attention")}
-    return {f"{name}.weight": shape for name, shape in shapes.items()}
+    gates = {"gates": ((match_length + 1) * parts * dim,)} if match_length else {}
+    return {**{f"{name}.weight": shape for name, shape in shapes.items()}, **gates}
 
 
 _HEADS_SHAPES = {  # by the config's ``type``

@@ -5,12 +5,15 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from mlx_medusa.command import chosen, guarded
 from mlx_medusa.errors import MedusaError, OptionError, OutputError
 
+# What fit does where it is not told: the defaults of FitOptions, and for text
+TEXT_FIT = {"epochs": 4, "batch": 4, "imitation": 0.0, "soft": 1.0}
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -66,6 +69,9 @@ def add_fit(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--ffn-dim", type=int, metavar="N", help="units of recurrent heads for text (default: as in the base)"
     )
+    p.add_argument("--match-length", type=int, default=4, metavar="N",
+                   help="recurrent heads for text compare so many tokens to find where the same came before "
+                   "(default: %(default)s; 0: they don't)")  # fmt: skip
     p.add_argument(
         "--draft-vocabulary", type=int, metavar="N", help="guess only among the N most frequent tokens"
     )
@@ -73,15 +79,18 @@ def add_fit(p: argparse.ArgumentParser) -> None:
                    help="screen those tokens in R directions first, to read fewer bytes (default: no)")  # fmt: skip
     p.add_argument("--vocabulary-text", type=Path, nargs="+", metavar="FILE", default=[],
                    help="count the tokens of these texts too (plain, or JSON lines with a 'text')")  # fmt: skip
-    p.add_argument("--epochs", type=int, default=12, help="default: %(default)s")
-    p.add_argument("--batch", type=int, default=2, help="windows a step (default: %(default)s)")
-    p.add_argument("--learning-rate", type=float, help="at its peak (default: 8e-4 recurrent, 1e-3 medusa)")
+    p.add_argument("--epochs", type=int, help="default: 12, text 4")
+    p.add_argument("--batch", type=int, help="windows or answers a step (default: 2, text 4)")
+    p.add_argument("--learning-rate", type=float,
+                   help="at its peak (default: 8e-4 recurrent, 1e-3 medusa, for text 5e-5 recurrent)")  # fmt: skip
     p.add_argument("--weight-decay", type=float, default=0.05, help="default: %(default)s")
     p.add_argument(
         "--loss-decay", type=float, default=0.8, help="weight of guess k is this to the power of k"
     )
-    p.add_argument("--imitation", type=float, default=5.0, metavar="WEIGHT",
-                   help="of the distance to the model's own later states (default: %(default)s)")  # fmt: skip
+    p.add_argument("--imitation", type=float, metavar="WEIGHT",
+                   help="of the distance to the model's own later states (default: 5, text 0)")  # fmt: skip
+    p.add_argument("--soft", type=float, metavar="PART",
+                   help="learn the model's distribution so far, else its token (default: 0, text 1)")  # fmt: skip
     p.add_argument(
         "--held-out", type=float, default=0.1, help="part of the files to judge by (default: %(default)s)"
     )
@@ -91,16 +100,23 @@ def add_fit(p: argparse.ArgumentParser) -> None:
     p.add_argument("--heads-dtype", choices=DTYPES, default="float16", help="default: %(default)s")
     p.add_argument("--export", choices=("whisper", "meralion", "vicuna"), action="append", default=[],
                    help="also write plain heads in the layout of this system, in OUTPUT/export-NAME")  # fmt: skip
-    p.add_argument("--data", help="for the card: where the audio is from, and its licence")
+    p.add_argument("--data", help="for the card: where the audio or the prompts are from, and the licence")
 
 
 def add_evaluate(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "audio", nargs="+", help="audio files, folders or manifests that the heads were not trained on"
-    )
+    p.add_argument("audio", nargs="+", metavar="audio|prompts",
+                   help="audio files, folders or manifests, or JSON-lines files of prompts, that the heads were not "
+                   "trained on")  # fmt: skip
     p.add_argument("--heads", help="file or folder of heads (default: the model's own)")
     p.add_argument("--width", type=int, help="rows of a verifier pass (default: all guesses)")
     p.add_argument("--language", help="code of the language that a Whisper hears (default: en)")
+    p.add_argument("--max-tokens", type=int, default=128, help="of an answer (default: %(default)s)")
+    p.add_argument(
+        "--nodes",
+        type=int,
+        default=8,
+        help="of the tree that answers are made with too (default: %(default)s)",
+    )
     p.add_argument("--json", type=Path, help="also write the report there")
 
 
@@ -199,13 +215,17 @@ def run_fit(args: argparse.Namespace) -> int:
     from mlx_medusa.training.fit import Fit, FitOptions
     from mlx_medusa.training.report import write_card, write_curves
 
+    if args.export and args.kind != "medusa":
+        raise OptionError("--export: only plain heads can be exported: use --kind medusa")
     harvest = open_harvest(args.harvest)
     text = isinstance(harvest, TextHarvest)
     if text and args.kind == "recurrent":
         args.kind = "causal"
+    defaults = {**{field.name: field.default for field in fields(FitOptions)}, **(TEXT_FIT if text else {})}
+    for name in TEXT_FIT:
+        if getattr(args, name) is None:
+            setattr(args, name, defaults[name])
     options = chosen(FitOptions, args, dtype=args.heads_dtype)
-    if args.export and args.kind != "medusa":
-        raise OptionError("--export: only plain heads can be exported: use --kind medusa")
     command = ["python -m mlx_medusa.train", *(sys.argv[1:])]
     transcriber, folder = load_writer(args, medusa=False) if text else load(args, medusa=False)
     texts = None
@@ -232,12 +252,34 @@ def run_evaluate(args: argparse.Namespace) -> int:
     """Measure, print, write."""
     from mlx_medusa.training.evaluate import evaluate, table
 
+    if has_prompts(args.audio):
+        return evaluate_prompts(args)
     transcriber, _ = load(args, heads=args.heads)
     found, errors = evaluate(transcriber, args.audio, width=args.width, language=args.language, progress=True)
     print(table(found))
     if args.json is not None:
         write_report(found, args.json)
     return name_errors(errors)
+
+
+def evaluate_prompts(args: argparse.Namespace) -> int:
+    """Measure, print, write; 1 if a text is not that of plain decoding."""
+    from mlx_medusa.training.evaluate_text import evaluate_text, table
+    from mlx_medusa.training.harvest_text import read_prompts
+
+    generator, _ = load_writer(args, heads=args.heads)
+    found = evaluate_text(
+        generator,
+        read_prompts(args.audio),
+        max_tokens=args.max_tokens,
+        width=args.width,
+        nodes=args.nodes,
+        progress=True,
+    )
+    print(table(found))
+    if args.json is not None:
+        write_report(found, args.json)
+    return 0 if all(found[way]["same_text"] == found[way]["answers"] for way in ("chain", "tree")) else 1
 
 
 def write_report(found: dict[str, Any], path: Path) -> None:

@@ -1,13 +1,17 @@
 """Causal recurrent heads, for text: one small block that runs once per guess and looks back at the verifier's states.
 
-The state that predicted the pending token and the embedding of the pending token are joined; one Llama block, whose
-attention reads the verifier's states of all tokens so far, makes of them the state that predicts the first guess. That
-state and the embedding of the first guess give the second one, and so on. It is the recurrence of EAGLE (Li et al.
-2024, https://arxiv.org/abs/2401.15077), but keys and values are always of the verifier's own states, so a round needs
-no pass to repair those of guesses, and all guesses of a round share them.
+What is joined: the state that predicted the newest token, the embedding of that token, and, if the same words came
+before, the verifier's state there and the embedding of the token that followed. One Llama block, whose attention reads
+the verifier's states of all tokens so far, makes of them the state that predicts the next token, as the verifier would
+have it; that state and the token that it gives are what the next guess is made from.
+
+It is the recurrence of EAGLE (Li et al. 2024, https://arxiv.org/abs/2401.15077), but keys and values are always of the
+verifier's own states, so a round needs no pass to repair those of guesses. The place is looked up by its tokens, as in
+prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding): small models repeat themselves, and an
+attention that finds repetitions takes far more to train than the little that heads learn from.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -23,7 +27,10 @@ from mlx_medusa.models.layers import attention, turn
 
 Memory = list[tuple[mx.array, mx.array]]  # K and V [B, groups, S, d] per layer, K with positions
 Attend = Callable[[mx.array, mx.array, mx.array, float], mx.array]  # Q, K, V, scale -> softmax(scale Q K^T) V
-_MAY_BE_ZERO = ("draft_vocabulary", "draft_rank")
+# Where the newest tokens came before, if they did: the verifier's states [B, T, D], the embeddings of the tokens that
+# followed [B, T, D], and how many tokens are the same [B, T]; 0: nowhere, and the rest may be anything
+Match = tuple[mx.array, mx.array, mx.array]
+_MAY_BE_ZERO = ("match_length", "draft_vocabulary", "draft_rank")
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,9 @@ class CausalArgs:
     head_dim: int
     ffn_dim: int
     rope_theta: int
+    match_length: int = (
+        0  # most tokens in a row that are compared to find where the same came before; 0: none
+    )
     draft_vocabulary: int = 0  # number of tokens that it can guess; 0: all
     draft_rank: int = 0  # directions in which these are screened; 0: all are read in full
     norm_eps: float = 1e-5
@@ -132,7 +142,12 @@ class CausalHeads(nn.Module):
         dim = args.hidden_size
         self.state_norm = nn.RMSNorm(dim, args.norm_eps)
         self.token_norm = nn.RMSNorm(dim, args.norm_eps)
-        self.joint = nn.Linear(2 * dim, dim, bias=False)
+        parts = 4 if args.match_length else 2
+        self.joint = nn.Linear(parts * dim, dim, bias=False)
+        if (
+            args.match_length
+        ):  # how much of each number joins, by how many tokens match: [match_length + 1, 4 D], flat
+            self.gates = mx.ones((args.match_length + 1) * parts * dim)
         self.layers = [Layer(args) for _ in range(args.num_layers)]
         self.norm = nn.RMSNorm(dim, args.norm_eps)
 
@@ -141,77 +156,154 @@ class CausalHeads(nn.Module):
         states = self.state_norm(states)
         return [layer.keys_values(states, positions) for layer in self.layers]
 
+    def join(self, state: mx.array, embedded: mx.array, match: Match | None) -> mx.array:
+        """What ``joint`` is given, [B, T, 4 D], or 2 D without matches."""
+        parts = [self.state_norm(state), self.token_norm(embedded)]
+        if match is None:
+            return mx.concatenate(parts, axis=-1)
+        same, followed, length = match
+        for part in (self.state_norm(same), self.token_norm(followed)):
+            parts.append(mx.where(length[..., None] > 0, part, 0))
+        joined = mx.concatenate(parts, axis=-1)
+        return joined * self.gates.reshape(-1, joined.shape[-1])[length]
+
     def __call__(
         self,
         state: mx.array,
         embedded: mx.array,
+        match: Match | None,
         positions: mx.array,
         memory: Memory,
         attend: Attend = attention,
     ) -> mx.array:
-        """State before and embedding of the newest token [B, T, D], at its position [B, T] -> the next state [B, T, D].
+        """State before and embedding of the newest token [B, T, D], at its position [B, T] -> the next state.
 
-        What feeds the projection is its ``norm``. ``attend`` is how attention is computed; training brings one with a
-        mask and a cheaper gradient.
+        That, [B, T, D], feeds the projection. ``attend`` is how attention is computed; training brings one with a mask
+        and a cheaper gradient.
         """
-        x = self.joint(mx.concatenate([self.state_norm(state), self.token_norm(embedded)], axis=-1))
+        x = self.joint(self.join(state, embedded, match))
         for layer, (keys, values) in zip(self.layers, memory, strict=True):
             x = layer(x, positions, keys, values, attend)
-        return x
+        return self.norm(x)
+
+
+class Past:
+    """The decided tokens and the verifier's states of all but the last, and what newer tokens match there."""
+
+    def __init__(self, match_length: int):
+        self._longest = match_length
+        self._states = KVCache(1)  # as keys, [1, 1, S, D]
+        self._tokens = self._followed = mx.array([], dtype=mx.int32)
+
+    def __len__(self) -> int:
+        return self._states.length
+
+    def add(self, hidden: mx.array, tokens: Sequence[int]) -> None:
+        """Add states [1, n, D]; ``tokens`` are all decided ones, of which the last, pending one has no state yet."""
+        rows = hidden[:, None]
+        self._states.write(0, rows, rows[..., :1])
+        self._states.advance(hidden.shape[1])
+        decided = mx.array(list(tokens[-1 - len(self) :]), dtype=mx.int32)
+        self._tokens, self._followed = decided[:-1], decided[1:]
+
+    def find(self, recent: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """The newest tokens of n rows, [n, match_length], the newest last -> where these came before: (the verifier's
+        states [1, n, D], the tokens that followed [1, n], how many tokens are the same [1, n]).
+
+        The longest match counts, of equally long ones the latest. The state is that of its last token.
+        """
+        count = len(self)
+        length = mx.zeros((len(recent), count), dtype=mx.int32)
+        so_far = mx.array(True)
+        for back in range(min(self._longest, count)):
+            same = self._tokens[: count - back] == recent[:, -1 - back, None]
+            so_far = so_far & mx.pad(same, [(0, 0), (back, 0)])
+            length = length + so_far
+        at = mx.argmax(length * count + mx.arange(count), axis=-1)
+        found = mx.take_along_axis(length, at[:, None], axis=-1)[:, 0]
+        return self._states.rows(0)[0][:, 0, at], self._followed[at][None], found[None]
 
 
 class CausalDrafter:
-    """Causal recurrent heads as a drafter: it keeps K and V of the verifier's states, one row per decided token."""
+    """Causal recurrent heads as a drafter: it keeps the verifier's states, and K and V of them, a row per token."""
+
+    accuracies: list[list[float]] | None = None  # as ``trees.grow`` takes them, where the heads' file tells
 
     def __init__(self, heads: CausalHeads, embed: Callable[[mx.array], mx.array], guess: Guess):
         """``embed`` takes ids [n] to [n, D], ``guess`` states to ids."""
         self.heads = heads
         self.guess = guess
         self._embed = embed
-        self._cache = KVCache(heads.args.num_layers)
+        self._tokens: Sequence[int] = []
+        self._start()
+
+    def _start(self) -> None:
+        self._cache = KVCache(self.heads.args.num_layers)
+        self._past = Past(self.heads.args.match_length)
 
     @property
     def max_drafts(self) -> int:
         return self.heads.args.num_heads
 
     def begin(self, memory: mx.array | None) -> None:
-        """Forget the states of the sequence before; this one's come with ``propose``."""
-        self._cache = KVCache(self.heads.args.num_layers)
+        """Forget the sequence before; the states of this one come with ``propose``."""
+        self._start()
 
-    def _read(self, hidden: mx.array) -> Memory:
-        """Add the verifier's new states [1, n, D] to those that are attended to."""
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Be told of the list of decided tokens, which grows; it is read in ``propose``."""
+        self._tokens = tokens
+
+    def _read(self, hidden: mx.array, pending: int) -> tuple[Memory, mx.array]:
+        """Add the verifier's new states [1, n, D]; (what is attended to, the newest tokens [1, match_length or 1])"""
         positions = mx.arange(self._cache.length, self._cache.length + hidden.shape[1])[None]
         memory = [
             self._cache.write(layer, *found)
             for layer, found in enumerate(self.heads.keys_values(hidden, positions))
         ]
         self._cache.advance(hidden.shape[1])
-        return memory
+        longest = self.heads.args.match_length
+        if not longest:
+            return memory, mx.array([[pending]])
+        self._past.add(hidden, self._tokens)
+        return memory, mx.array([([-1] * longest + list(self._tokens))[-longest:]])
+
+    def _step(self, states: mx.array, recent: mx.array, depth: int, memory: Memory) -> mx.array:
+        """States [1, n, D] before the newest tokens ``recent`` [n, ...], ``depth`` guesses on -> the next states."""
+        match = None
+        if self.heads.args.match_length:
+            states_there, followed, length = self._past.find(recent)
+            match = states_there, self._embed(followed), length
+        positions = mx.full((1, len(recent)), self._cache.length + depth)
+        return self.heads(states, self._embed(recent[:, -1])[None], match, positions, memory)
 
     def propose(self, hidden: mx.array, pending: int, count: int) -> list[int]:
         """One graph for all guesses: a guess feeds the next one on the device, and the host waits once."""
-        memory = self._read(hidden)
-        state, token = hidden[:, -1:], mx.array([pending])
+        memory, recent = self._read(hidden, pending)
+        state = hidden[:, -1:]
         guesses = []
-        for step in range(min(count, self.max_drafts)):
-            position = mx.array([[self._cache.length + step]])
-            state = self.heads(state, self._embed(token)[None], position, memory)
-            token = self.guess(self.heads.norm(state)[0])
+        for depth in range(min(count, self.max_drafts)):
+            state = self._step(state, recent, depth, memory)
+            token = self.guess(state[0])
+            recent = mx.concatenate([recent[:, 1:], token[:, None]], axis=1)
             guesses.append(token)
         ids: list[int] = mx.concatenate(guesses).tolist()  # type: ignore[assignment]
         return ids
 
     def propose_tree(self, hidden: mx.array, pending: int, tree: Tree) -> list[int]:
         """Level by level, the nodes of one that have children as one batch of rows; the host waits once."""
-        memory = self._read(hidden)
-        states, tokens = hidden[:, -1:], mx.array([pending])
+        memory, recent = self._read(hidden, pending)
+        states = hidden[:, -1:]
         guesses = []
         for depth, level in enumerate(tree.levels):
             sources, parents = mx.array(level.sources), mx.array(level.parents)
-            positions = mx.full((1, len(level.sources)), self._cache.length + depth)
-            states = self.heads(states[:, sources], self._embed(tokens[sources])[None], positions, memory)
-            best = self.guess.top(self.heads.norm(states)[0], 1 + max(level.ranks))
-            states, tokens = states[:, parents], best[parents, mx.array(level.ranks)]
+            states, recent = states[:, sources], recent[sources]
+            states = self._step(states, recent, depth, memory)
+            best = self.guess.top(states[0], 1 + max(level.ranks))
+            tokens = best[parents, mx.array(level.ranks)]
+            states, recent = (
+                states[:, parents],
+                mx.concatenate([recent[parents, 1:], tokens[:, None]], axis=1),
+            )
             guesses.append(tokens)
         ids: list[int] = mx.concatenate(guesses).tolist()  # type: ignore[assignment]
         return ids

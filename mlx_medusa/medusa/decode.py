@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
@@ -66,6 +66,15 @@ class Drafter(Protocol):
 
     def propose_tree(self, hidden: mx.array, pending: int, tree: Tree) -> list[int]:
         """Guess a token for each node of ``tree``, in the order of its paths. Otherwise as ``propose``."""
+        ...
+
+
+@runtime_checkable
+class Follower(Protocol):
+    """What a drafter also is that looks at the tokens themselves."""
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Be told, after ``begin``, of the list of prompt and decided tokens. It grows; the last one is pending."""
         ...
 
 
@@ -264,6 +273,8 @@ def generate(
         drafter = None  # nothing will be guessed
     if drafter is not None:
         drafter.begin(memory)
+    if isinstance(drafter, Follower):
+        drafter.follow(state.tokens)
     run = first
     yield run
     while run.finish_reason is None:

@@ -92,7 +92,9 @@ def load_drafter(
     if mx.default_device().type == mx.cpu:
         heads.update(tree_map(_by_column, heads.parameters()))
         mx.eval(heads.parameters())
-    return new_drafter(config, heads, base, ids, basis, source)
+    drafter: Any = new_drafter(config, heads, base, ids, basis, source)
+    drafter.accuracies = config.get("accuracies")
+    return drafter
 
 
 def check_fit(

@@ -108,6 +108,8 @@ class MedusaHeads(nn.Module):
 class MedusaDrafter:
     """Medusa heads as a drafter: all guesses at once, from the one state that predicted the pending token."""
 
+    accuracies: list[list[float]] | None = None  # as ``trees.grow`` takes them, where the heads' file tells
+
     def __init__(self, heads: MedusaHeads, guess: Guess):
         """``guess`` takes states to ids; heads with their own projection do not use it."""
         self.heads = heads

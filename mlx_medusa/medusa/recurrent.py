@@ -134,6 +134,8 @@ class RecurrentHeads(nn.Module):
 class RecurrentDrafter:
     """Recurrent heads as a drafter: a chain, each guess made from the one before."""
 
+    accuracies: list[list[float]] | None = None  # as ``trees.grow`` takes them, where the heads' file tells
+
     def __init__(self, heads: RecurrentHeads, embed: Callable[[mx.array], mx.array], guess: Guess):
         """``embed`` takes ids [n] to [n, D], ``guess`` states to ids."""
         self.heads = heads

@@ -4,7 +4,8 @@ Lossless sampling. The token at position t is drawn by inverting the distributio
 at a number u(seed, t), which is uniform and independent of everything else. Plain sampling does that one token at a
 time; a verifier pass does it at every row, for the prefix of that row, and the loop keeps the guesses that equal the
 draws. So the text is the same function of u(seed, 0), u(seed, 1), ... whatever was guessed: drafts change neither the
-distribution nor, for a given seed, the text (but for rounding, as in greedy decoding).
+distribution nor, for a given seed, the text (but for rounding, as in greedy decoding: a pass of another width may swap
+tokens that nearly tie at the edge of a filter).
 
 Nothing is lost in speed. Of the guesses x1, x2, ... at one place, which are no draws but fixed by what came before,
 x1 is kept with probability p(x1), and one of them with p(x1) + p(x2) + ... Speculative sampling with a draft

@@ -96,4 +96,5 @@ class TextOptions:
         drafter = drafter if self.medusa else None
         if self.tree is None:
             return chain(check_width(self.width, drafter) - 1)
-        return choose(self.tree, drafter.max_drafts if drafter else 0)
+        accuracies = getattr(drafter, "accuracies", None)  # of these heads, if their file tells
+        return choose(self.tree, drafter.max_drafts if drafter else 0, accuracies)

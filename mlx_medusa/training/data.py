@@ -42,6 +42,11 @@ class Batch:
     lengths: np.ndarray  # [B]; row j of a sequence of n tokens has min(K, n - 1 - j) guesses to learn
     later: mx.array | None = None  # [K, B, T, D] float32: the verifier's states that guesses should be
     memory_lengths: np.ndarray | None = None  # [B] where memories are padded, in front; None: all are whole
+    matches: np.ndarray | None = (
+        None  # [K, B, T]: column of memory and hidden where the same tokens came before
+    )
+    followed: np.ndarray | None = None  # [K, B, T]: the token that followed there
+    match_lengths: np.ndarray | None = None  # [K, B, T]: how many tokens are the same there
 
 
 class Harvest:

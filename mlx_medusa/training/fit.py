@@ -17,17 +17,19 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from tqdm import tqdm
 
 from mlx_medusa.errors import MedusaError, OptionError, OutputError
+from mlx_medusa.medusa.causal import CausalHeads
 from mlx_medusa.medusa.drafters import build_heads
 from mlx_medusa.shards import read_header
-from mlx_medusa.training import start
+from mlx_medusa.training import regress, start
 from mlx_medusa.training.data import Decoded, Harvest, batches, draft_vocabulary
+from mlx_medusa.training.data_text import TextHarvest
 from mlx_medusa.training.harvest import fingerprint
 from mlx_medusa.training.objective import Scores, Target, loss_of_batch
 
 CHECKPOINT = "checkpoint.safetensors"
 LOG = "log.json"
 # found best for small Whispers; Medusa's own trainer; found best for a small Llama
-LEARNING_RATES = {"recurrent": 8e-4, "medusa": 1e-3, "causal": 8e-4}
+LEARNING_RATES = {"recurrent": 8e-4, "medusa": 1e-3, "causal": 5e-5}
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ class FitOptions:
     num_layers: int = 1
     memory_pool: int = 1  # recurrent heads attend to averages of so many neighbouring rows
     ffn_dim: int | None = None  # of causal heads; None: as in the base
+    match_length: int = (
+        4  # of causal heads: tokens in a row that tell where the same came before; 0: they don't look
+    )
     draft_vocabulary: int | None = None
     draft_rank: int = 0  # screen the draft vocabulary in so many directions; 0: read it in full
     epochs: int = 12
@@ -49,6 +54,9 @@ class FitOptions:
     weight_decay: float = 0.05
     loss_decay: float = 0.8  # weight of guess k is this to the power of k
     imitation: float = 5.0  # weight of the distance to the verifier's own later states
+    soft: float = (
+        0.0  # how much the verifier's own distribution is what guesses should have; 0: its token alone
+    )
     warm_up: float = 0.1  # of all steps
     clip: float = 1.0  # norm of the gradient
     held_out: float = 0.1  # of the files
@@ -99,6 +107,8 @@ class Fit:
         self.model, self.harvest, self.folder = model, harvest, Path(folder)
         identity = fingerprint(model_folder)
         harvest.check(identity, str(model.embed(mx.array([0])).dtype).rpartition(".")[2])
+        if isinstance(harvest, TextHarvest) and options.kind == "causal":
+            harvest.match_length = options.match_length
         self.train, self.held_out = harvest.split(options.held_out, options.hours)
         counts = harvest.token_counts(self.train).astype(np.float64)
         if text_counts is not None:
@@ -109,7 +119,9 @@ class Fit:
         self.config = start.config(options, model.args)
         mx.random.seed(options.seed)
         self.heads = build_heads(self.config, "heads")
-        if options.start is None:
+        if options.start is None and isinstance(self.heads, CausalHeads):
+            regress.first_weights(self.heads, model, self.target.embed, harvest, self.train)
+        elif options.start is None:
             start.initialise(self.heads, model)
         else:
             start.take(self.heads, self.config, options.start)
@@ -127,6 +139,8 @@ class Fit:
             "vocabulary": hashlib.sha256(ids.tobytes()).hexdigest(),
             "hours_of_audio": hours,
         }
+        if isinstance(harvest, TextHarvest):
+            settings["tokens_of_text"] = sum(one.length for one in self.train)
         self.progress = Progress(settings)
         self._resume()
 
@@ -154,7 +168,7 @@ class Fit:
             self.progress.log.append(entry)
             if scores.tokens_per_verify > self.progress.best:
                 self.progress.best = scores.tokens_per_verify
-                self._write_heads()
+                self._write_heads(scores.accuracies())
             self._save()
             if after is not None:
                 after()
@@ -192,7 +206,13 @@ class Fit:
         batch = self.harvest.batch(members, self.options.num_heads)
         options = self.options
         return loss_of_batch(
-            heads, batch, self.target, options.num_heads, options.loss_decay, options.imitation
+            heads,
+            batch,
+            self.target,
+            options.num_heads,
+            options.loss_decay,
+            options.imitation,
+            options.soft,
         )
 
     def _learning_rate(self, step: int) -> float:
@@ -219,11 +239,11 @@ class Fit:
 
     # --- files ---
 
-    def _write_heads(self) -> None:
+    def _write_heads(self, accuracies: list[list[float]]) -> None:
         from convert.heads import write_heads  # not needed to transcribe
 
         arrays = dict(tree_flatten(self.heads.parameters()))
-        config = dict(self.config)
+        config = {**self.config, "accuracies": accuracies}
         if self.options.draft_vocabulary is not None:
             config["draft_vocabulary"] = len(self.target.ids)
             arrays["draft_vocabulary"] = mx.array(self.target.ids)
@@ -251,8 +271,9 @@ class Fit:
         if not path.exists():
             return
         saved = Progress(**json.loads(read_header(path)[1]["progress"]))
+        defaults = asdict(FitOptions())  # an older run does not name what came later
         for name, value in self.progress.settings.items():
-            if saved.settings.get(name) != value:
+            if saved.settings.get(name, defaults.get(name)) != value:
                 raise OptionError(
                     f"{path}: is of a run with {name} {saved.settings.get(name)!r}, not {value!r}: "
                     "choose another folder"

@@ -1,9 +1,9 @@
 """Harvest of a text model: what it answers to prompts by itself, and the states of prompt and answer.
 
-A folder as ``harvest`` writes it for speech. Prompt p gives ``{p}.prompt`` [P - 1, D] float16, the states of its
-tokens but the last; ``{p}.tokens`` [n] int32, the tokens decided after the prompt (with the end token), and
-``{p}.hidden`` [n, D], in the verifier's type, the states that predicted them. The prompts of the index are named by a
-digest of their tokens, so the same prompt is never harvested twice.
+A folder as ``harvest`` writes it for speech. Prompt p gives ``{p}.prompt`` [P] int32, its tokens, ``{p}.memory``
+[P - 1, D] float16, the states of all of these but the last; ``{p}.tokens`` [n] int32, the tokens decided after the
+prompt (with the end token), and ``{p}.hidden`` [n, D], in the verifier's type, the states that predicted them. The
+prompts of the index are named by a digest of their tokens, so the same prompt is never harvested twice.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from mlx_medusa.medusa.cache import KVCache
 from mlx_medusa.medusa.decode import Limits
 from mlx_medusa.medusa.rules import pick
 from mlx_medusa.shards import ShardWriter
-from mlx_medusa.training.harvest import commit, open_index
+from mlx_medusa.training.harvest import commit, fingerprint, open_index
 
 FAMILY = "text"
 _ROWS = 16_384  # rows of a prefill pass
@@ -71,6 +71,16 @@ def read_prompts(paths: Iterable[str | Path]) -> list[Messages]:
     if not found:
         raise OptionError("there are no prompts: name JSON-lines files that hold some")
     return found
+
+
+def describe(model: Any, folder: Path) -> dict[str, Any]:
+    """What a harvest says of its model: SHA-256 of the weights, type, sizes."""
+    return {
+        "fingerprint": fingerprint(folder),
+        "dtype": str(model.embed(mx.array([0])).dtype).rpartition(".")[2],
+        "hidden_size": model.args.hidden_size,
+        "vocab_size": model.args.vocab_size,
+    }
 
 
 def digest(tokens: Sequence[int]) -> str:
@@ -133,9 +143,10 @@ def _write_shard(
     entries: list[dict[str, Any]] = []
     for members in _groups(prompts, batch):
         answers = greedy_batch(verifier, [prompts[member] for member in members], limits)
-        for member, (tokens, prompt, hidden) in zip(members, answers, strict=True):
+        for member, (tokens, memory, hidden) in zip(members, answers, strict=True):
             number = len(index["files"]) + len(entries)
-            writer.add(f"{number}.prompt", prompt.astype(mx.float16))
+            writer.add(f"{number}.prompt", mx.array(prompts[member], dtype=mx.int32))
+            writer.add(f"{number}.memory", memory.astype(mx.float16))
             writer.add(f"{number}.tokens", mx.array(tokens, dtype=mx.int32))
             writer.add(f"{number}.hidden", hidden)
             entries.append({"name": member, "shard": f"{name}.safetensors", "number": number})

@@ -1,5 +1,6 @@
 """What heads are trained and judged by: states of all guesses at once, cross-entropy, acceptance."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -7,13 +8,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_medusa.medusa.causal import CausalHeads
+from mlx_medusa.medusa.causal import CausalHeads, Match
 from mlx_medusa.medusa.drafters import Base
 from mlx_medusa.medusa.heads import MedusaHeads
 from mlx_medusa.medusa.recurrent import RecurrentHeads
 from mlx_medusa.training.data import Batch
 
 _LOG2_E = 1.4426950408889634
+RANKS = 8  # best guesses whose accuracies are counted one by one
 _ROWS = 512  # rows of logits that are in memory at once
 
 
@@ -42,11 +44,11 @@ def guess_states(heads: Any, batch: Batch, guesses: int, target: Target) -> mx.a
     if isinstance(heads, MedusaHeads):
         flat = batch.hidden.reshape(-1, batch.hidden.shape[-1])
         return heads(flat, guesses).reshape(guesses, *batch.hidden.shape)
+    if isinstance(heads, CausalHeads):
+        return mx.stack(causal_rollout(heads, batch, guesses, target.embed))
+    assert isinstance(heads, RecurrentHeads)
     rows = batch.hidden.shape[1]
     embedded = target.embed(mx.array(batch.tokens)).astype(mx.float32)
-    if isinstance(heads, CausalHeads):
-        return _causal_states(heads, batch, guesses, embedded)
-    assert isinstance(heads, RecurrentHeads)
     memory = heads.attend(batch.memory)
     state, states = batch.hidden, []
     for guess in range(guesses):
@@ -55,8 +57,13 @@ def guess_states(heads: Any, batch: Batch, guesses: int, target: Target) -> mx.a
     return mx.stack(states)
 
 
-def _causal_states(heads: CausalHeads, batch: Batch, guesses: int, embedded: mx.array) -> mx.array:
-    """The same of heads that look back: row j sees the states of its prompt and of the rows up to j."""
+def causal_rollout(
+    heads: CausalHeads, batch: Batch, guesses: int, embed: Callable[[mx.array], mx.array]
+) -> list[mx.array]:
+    """The states [B, T, D] of each guess, of heads that look back. ``embed``: ids [...] -> [..., D].
+
+    Row j sees the states of its prompt and of the rows up to j.
+    """
     size, rows = batch.hidden.shape[:2]
     before = batch.memory.shape[1]
     lengths = before if batch.memory_lengths is None else mx.array(batch.memory_lengths)[:, None, None]
@@ -66,12 +73,25 @@ def _causal_states(heads: CausalHeads, batch: Batch, guesses: int, embedded: mx.
     masked = partial(attend, bias=bias)
     context = mx.concatenate([batch.memory, batch.hidden], axis=1)
     memory = heads.keys_values(context, mx.broadcast_to(columns, context.shape[:2]))
+    embedded = embed(mx.array(batch.tokens)).astype(mx.float32)
     state, states = batch.hidden, []
     for guess in range(guesses):
         positions = mx.broadcast_to(places + 1 + guess, (size, rows))
-        state = heads(state, embedded[:, guess : guess + rows], positions, memory, masked)
-        states.append(heads.norm(state))
-    return mx.stack(states)
+        match = match_of(batch, guess, embed) if heads.args.match_length else None
+        state = heads(state, embedded[:, guess : guess + rows], match, positions, memory, masked)
+        states.append(state)
+    return states
+
+
+def match_of(batch: Batch, guess: int, embed: Callable[[mx.array], mx.array]) -> Match:
+    """Where each row's newest tokens came before. ``embed``: ids [...] -> [..., D]."""
+    assert batch.matches is not None
+    assert batch.followed is not None
+    assert batch.match_lengths is not None
+    context = mx.concatenate([batch.memory, batch.hidden], axis=1)
+    states = context[mx.arange(len(context))[:, None], mx.array(batch.matches[guess])]
+    followed = embed(mx.array(batch.followed[guess])).astype(mx.float32)
+    return states, followed, mx.array(batch.match_lengths[guess])
 
 
 def attend(
@@ -114,13 +134,20 @@ def labels(batch: Batch, guesses: int) -> np.ndarray:
 
 
 def loss_of_batch(
-    heads: Any, batch: Batch, target: Target, guesses: int, decay: float, imitation: float = 0.0
+    heads: Any,
+    batch: Batch,
+    target: Target,
+    guesses: int,
+    decay: float,
+    imitation: float = 0.0,
+    soft: float = 0.0,
 ) -> tuple[mx.array, mx.array]:
     """(mean loss with weights decay^k, summed cross-entropies per guess [K]).
 
     The loss of a guess is its cross-entropy and, ``imitation`` times, the squared distance of its state from the state
     with which the verifier predicts that token, over their mean square: D numbers to learn from, not one token (Li et
-    al. 2024, EAGLE, https://arxiv.org/abs/2401.15077, section 3.2).
+    al. 2024, EAGLE, https://arxiv.org/abs/2401.15077, section 3.2). ``soft``: how much of what the cross-entropy is
+    taken of is the verifier's own distribution there; the rest is the one token.
     """
     wanted = labels(batch, guesses)
     columns = np.where(wanted < 0, -1, target.columns(np.maximum(wanted, 0))).reshape(-1)
@@ -131,7 +158,11 @@ def loss_of_batch(
     states = guess_states(heads, batch, guesses, target)
     rows, scale = mx.array(index), mx.array(weights)
     states = states.reshape(-1, states.shape[-1])[rows]
-    loss, losses = cross_entropy(states, target.rows, mx.array(columns[index]), scale)
+    goals = target.rows[mx.array(columns[index])]
+    if soft and batch.later is not None:
+        expected = mean_rows(batch.later, target.rows).reshape(-1, states.shape[-1])[rows]
+        goals = goals + soft * (expected - goals)
+    loss, losses = cross_entropy(states, target.rows, goals, scale)
     if imitation and batch.later is not None:
         later = batch.later.reshape(-1, states.shape[-1])[rows]
         loss = loss + imitation * (scale @ mx.mean((states - later) ** 2, axis=-1)) / mx.mean(later**2)
@@ -139,14 +170,31 @@ def loss_of_batch(
     return loss, per_guess
 
 
-def cross_entropy(
-    states: mx.array, rows: mx.array, columns: mx.array, weights: mx.array
-) -> tuple[mx.array, mx.array]:
-    """-log softmax(states rows^T)[columns] of states [n, D] and a frozen projection ``rows`` [N, D]: (their sum with
-    ``weights`` [n], each of them [n]).
+def mean_rows(later: mx.array, rows: mx.array) -> mx.array:
+    """softmax(later rows^T) rows of the verifier's states [K, B, T, D] that each guess should be."""
+    guesses, _, _, dim = later.shape
+    each = mx.concatenate(
+        [later[0], *(later[k][:, -1:] for k in range(1, guesses))], axis=1
+    )  # [B, T + K - 1, D]
+    flat, found = each.reshape(-1, dim), []
+    for start in range(0, len(flat), _ROWS):
+        logits = flat[start : start + _ROWS] @ rows.T
+        powers = mx.power(2.0, (logits - mx.max(logits, axis=-1, keepdims=True)) * _LOG2_E)
+        found.append((powers @ rows) / mx.sum(powers, axis=-1, keepdims=True))
+    means = mx.stop_gradient(mx.concatenate(found)).reshape(each.shape)
+    return mx.stack([means[:, k : k + later.shape[2]] for k in range(guesses)])
 
-    Only the sum has a gradient. It is found on the way, a block of rows at a time, so that logits [n, N] are never in
-    memory, nor computed twice.
+
+def cross_entropy(
+    states: mx.array, rows: mx.array, goals: mx.array, weights: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Cross-entropies of softmax(states rows^T), states [n, D] and a frozen projection ``rows`` [N, D].
+
+    (Their sum with ``weights`` [n], each of them [n]).
+
+    What is wanted is a distribution over the rows, and of that only the mean row, ``goals`` [n, D], is needed: of one
+    token that is its row. Only the sum has a gradient. It is found on the way, a block of rows at a time, so that
+    logits [n, N] are never in memory, nor computed twice.
     """
 
     @mx.custom_function
@@ -160,9 +208,9 @@ def cross_entropy(
                 2.0, (logits - highest) * _LOG2_E
             )  # cheaper than exp on MLX's CPU backend
             total = mx.sum(exponentials, axis=-1, keepdims=True)
-            chosen = mx.take_along_axis(logits, columns[block][:, None], axis=-1)
+            chosen = mx.sum(states[block] * goals[block], axis=-1, keepdims=True)
             losses.append((mx.log(total) + highest - chosen)[:, 0])
-            gradients.append((exponentials @ rows) / total - rows[columns[block]])
+            gradients.append((exponentials @ rows) / total - goals[block])
         each = mx.concatenate(losses)
         return mx.sum(each * weights), each, mx.concatenate(gradients) * weights[:, None]
 
@@ -183,13 +231,18 @@ class Scores:
     top1: np.ndarray = field(init=False)
     top5: np.ndarray = field(init=False)
     chain: np.ndarray = field(init=False)  # right, and so are all before it
+    ranked: np.ndarray = field(
+        init=False
+    )  # [K, R] all before it are right, and it is among the best R, at this rank
+    reached: np.ndarray = field(init=False)  # all before it are right
     tokens: int = 0
     rounds: int = 0
 
     def __post_init__(self) -> None:
-        self.offered, self.top1, self.top5, self.chain = (
-            np.zeros(self.guesses, dtype=np.int64) for _ in range(4)
+        self.offered, self.top1, self.top5, self.chain, self.reached = (
+            np.zeros(self.guesses, dtype=np.int64) for _ in range(5)
         )
+        self.ranked = np.zeros((self.guesses, RANKS), dtype=np.int64)
 
     @property
     def tokens_per_verify(self) -> float:
@@ -200,12 +253,17 @@ class Scores:
         """Judge a batch."""
         wanted = labels(batch, self.guesses)
         columns = np.where(wanted < 0, -1, target.columns(np.maximum(wanted, 0)))
-        right, near = hits(guess_states(heads, batch, self.guesses, target), columns, target)
+        ranks = ranks_of(guess_states(heads, batch, self.guesses, target), columns, target)
+        right = ranks == 0
         chain = np.cumprod(right, axis=0).astype(bool)
         self.offered += (wanted >= 0).sum(axis=(1, 2))
         self.top1 += right.sum(axis=(1, 2))
-        self.top5 += near.sum(axis=(1, 2))
+        self.top5 += (ranks < 5).sum(axis=(1, 2))
         self.chain += chain.sum(axis=(1, 2))
+        reached = np.concatenate([np.ones_like(chain[:1]), chain[:-1]]) & (wanted >= 0)
+        self.reached += reached.sum(axis=(1, 2))
+        for rank in range(RANKS):
+            self.ranked[:, rank] += (reached & (ranks == rank)).sum(axis=(1, 2))
         accepted = chain.sum(axis=0)  # [B, T]
         for row, length in enumerate(batch.lengths):
             self._walk(accepted[row], int(length))
@@ -226,25 +284,29 @@ class Scores:
         return {
             "tokens_per_verify": round(self.tokens_per_verify, 4),
             **{name: (counts / offered).round(4).tolist() for name, counts in rates.items()},
+            "accuracies": self.accuracies(),
         }
 
+    def accuracies(self) -> list[list[float]]:
+        """[K, R]: how often each rank is right where all guesses before are, as ``trees.grow`` takes it."""
+        return (self.ranked / np.maximum(self.reached, 1)[:, None]).round(4).tolist()
 
-def hits(
-    states: mx.array, columns: np.ndarray, target: Target, count: int = 5
-) -> tuple[np.ndarray, np.ndarray]:
-    """Whether the logits of states [K, B, T, D] are highest at ``columns`` [K, B, T] (of equal ones the first
-    counts, as in use), and whether those are among the ``count`` highest. A column of -1 is never hit.
+
+def ranks_of(states: mx.array, columns: np.ndarray, target: Target) -> np.ndarray:
+    """At which place of the logits of states [K, B, T, D] ``columns`` [K, B, T] come, 0 the first; [K, B, T].
+
+    Of equal ones the first counts, as in use. A column of -1 has no place: N.
     """
     flat = states.reshape(-1, states.shape[-1])
     wanted = mx.array(np.maximum(columns, 0).reshape(-1))
-    first, above = [], []
+    found = []
     for start in range(0, len(flat), _ROWS):
         block = slice(start, start + _ROWS)
         logits = flat[block] @ target.rows.T
         chosen = mx.take_along_axis(logits, wanted[block][:, None], axis=-1)
-        first.append(mx.argmax(logits, axis=-1) == wanted[block])
-        above.append(mx.sum(logits > chosen, axis=-1) < count)
-        mx.eval(first[-1], above[-1])  # or the logits of all blocks would be in memory
-    there = columns >= 0
-    right, near = (np.array(mx.concatenate(parts)).reshape(columns.shape) for parts in (first, above))
-    return right & there, near & there
+        above = mx.sum(logits > chosen, axis=-1)
+        tied = (above == 0) & (mx.argmax(logits, axis=-1) != wanted[block])
+        found.append(above + tied)
+        mx.eval(found[-1])  # or the logits of all blocks would be in memory
+    ranks = np.array(mx.concatenate(found)).reshape(columns.shape)
+    return np.where(columns >= 0, ranks, len(target.ids))

@@ -8,9 +8,11 @@ from typing import Any
 from mlx_medusa.errors import OptionError
 from mlx_medusa.training.fit import LOG
 
+TITLES = {"recurrent": "Audio-aware recurrent", "causal": "Causal recurrent", "medusa": "Plain"}
+
 
 def write_card(folder: Path, command: Sequence[str], data: str | None) -> None:
-    """README.md: data, recipe, figures of the best epoch, command. ``data``: where the audio is from, its licence."""
+    """README.md: data, recipe, figures of the best epoch, command. ``data``: where it is from, and its licence."""
     log = json.loads((folder / LOG).read_text(encoding="utf-8"))
     settings = log["settings"]
     best = max(log["epochs"], key=lambda entry: entry["held_out"]["tokens_per_verify"])
@@ -31,6 +33,8 @@ def write_card(folder: Path, command: Sequence[str], data: str | None) -> None:
         "loss_decay",
         "seed",
     )
+    tokens = settings.get("tokens_of_text")
+    amount = f"{tokens} tokens" if tokens else f"{settings['hours_of_audio']} hours"
     recipe = ", ".join(f"{name} {settings[name]}" for name in names)
     lines = [
         "---",
@@ -39,12 +43,12 @@ def write_card(folder: Path, command: Sequence[str], data: str | None) -> None:
         "- medusa",
         "---",
         "",
-        f"# {'Audio-aware recurrent' if settings['kind'] == 'recurrent' else 'Plain'} Medusa heads for MLX",
+        f"# {TITLES[settings['kind']]} Medusa heads for MLX",
         "",
         f"Base weights (SHA-256): {settings['fingerprint']}",
         "",
-        f"Data: {data or 'not stated'}. {settings['hours_of_audio']} hours in {settings['windows']} sequences for "
-        "training; files held out are not among them.",
+        f"Data: {data or 'not stated'}. {amount} in {settings['windows']} sequences for training; files held out are "
+        "not among them.",
         "",
         f"Recipe: AdamW, warm-up and cosine, {recipe}. Best epoch {best['epoch']}.",
         "",

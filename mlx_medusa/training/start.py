@@ -9,7 +9,6 @@ from mlx.utils import tree_flatten
 
 from mlx_medusa import checkpoint
 from mlx_medusa.errors import OptionError
-from mlx_medusa.medusa.causal import CausalHeads
 from mlx_medusa.medusa.recurrent import RecurrentHeads
 from mlx_medusa.models.whisper import Model as Whisper
 
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 
 # Root mean square of what Whisper's last decoder layer is given: 0.2 to 0.3 (tiny.en)
 _STATE, _TOKEN, _NOISE = 0.28, 0.1, 0.1
-# Norms of a Llama layer do not see the size of what they are given, so that only the parts matter.
-_JOINT_STATE, _JOINT_TOKEN, _JOINT_NOISE = 1.0, 0.5, 0.1
 
 
 def config(options: "FitOptions", base: Any) -> dict[str, Any]:
@@ -40,6 +37,7 @@ def config(options: "FitOptions", base: Any) -> dict[str, Any]:
             "key_value_heads": base.num_key_value_heads,
             "head_dim": base.head_dim,
             "ffn_dim": options.ffn_dim or base.intermediate_size,
+            "match_length": options.match_length,
             "rope_theta": int(base.rope_theta),
             "norm_eps": base.rms_norm_eps,
         }
@@ -58,9 +56,6 @@ def initialise(heads: nn.Module, model: Any) -> None:
     starts as the state, at about the size that those layers are used to, with a little of the token: from a random
     matrix, which hides the state, training needs several times as long.
     """
-    if isinstance(heads, CausalHeads):
-        heads.load_weights(list(_from_llama(heads, model.model).items()), strict=False)
-        return
     if not isinstance(heads, RecurrentHeads):
         return  # StackedLinear is made of zeros
     weights = _from_whisper(heads, model) if isinstance(model, Whisper) else _from_gemma(model)
@@ -75,48 +70,16 @@ def _from_whisper(heads: RecurrentHeads, model: Whisper) -> dict[str, mx.array]:
     decoder = model.model.decoder
     weights: dict[str, mx.array] = {}
     for index, source in enumerate(decoder.layers[-len(heads.layers) :]):
-        theirs = _parameters(source)
+        theirs = parameters(source)
         own: Any = tree_flatten(heads.layers[index].parameters())
         weights |= {f"layers.{index}.{name}": theirs[name] for name, _ in own}
-    weights |= {f"layer_norm.{name}": array for name, array in _parameters(decoder.layer_norm).items()}
+    weights |= {f"layer_norm.{name}": array for name, array in parameters(decoder.layer_norm).items()}
     return weights
 
 
 def _from_gemma(model: Any) -> dict[str, mx.array]:
     """MERaLiON's decoder has no cross-attention to start from: its last norm only, whose weights are kept less 1."""
     return {"layer_norm.weight": 1 + model.text_decoder.model.norm.weight.astype(mx.float32)}
-
-
-def _from_llama(heads: CausalHeads, decoder: Any) -> dict[str, mx.array]:
-    """First weights of causal heads: the base's last layers, which are given about what they are used to.
-
-    Their input is the verifier's last state with its last norm undone, and the embedding of the token.
-    """
-    weights: dict[str, mx.array] = {}
-    for index, source in enumerate(decoder.layers[-len(heads.layers) :]):
-        theirs = _parameters(source)
-        own: Any = tree_flatten(heads.layers[index].parameters())
-        rows = _largest(theirs, heads.args.ffn_dim)
-        for name, _ in own:
-            array = theirs[name]
-            if name.startswith("mlp."):
-                array = array[:, rows] if name == "mlp.down_proj.weight" else array[rows]
-            weights[f"layers.{index}.{name}"] = array
-    last = _parameters(decoder.norm)["weight"]
-    weights["norm.weight"] = last
-    weights["state_norm.weight"] = mx.mean(mx.abs(last)) / mx.where(mx.abs(last) < 1e-3, 1.0, last)
-    same = mx.eye(heads.args.hidden_size)
-    both = mx.concatenate([_JOINT_STATE * same, _JOINT_TOKEN * same], axis=1)
-    weights["joint.weight"] = both + _JOINT_NOISE * heads.joint.weight
-    return weights
-
-
-def _largest(layer: dict[str, mx.array], count: int) -> mx.array:
-    """The ``count`` units of a layer's MLP with the largest weights, in their order."""
-    size = mx.linalg.norm(layer["mlp.down_proj.weight"], axis=0) * mx.linalg.norm(
-        layer["mlp.up_proj.weight"], axis=1
-    )
-    return mx.sort(mx.argsort(-size)[:count])
 
 
 def take(heads: nn.Module, config: dict[str, Any], source: str | Path) -> None:
@@ -137,7 +100,7 @@ def take(heads: nn.Module, config: dict[str, Any], source: str | Path) -> None:
     )
 
 
-def _parameters(module: nn.Module) -> dict[str, mx.array]:
+def parameters(module: nn.Module) -> dict[str, mx.array]:
     """The parameters of a module by name, float32, quantized ones expanded."""
     found: dict[str, mx.array] = {}
     for path, part in module.named_modules():
