@@ -50,7 +50,7 @@ SPEECH = Demo(
     base=("model",),
     weights=("model", "model.bin"),
     sha256="1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a",
-    revision=2,
+    revision=3,
     kind="recurrent",
 )
 TEXT = Demo(
