@@ -1,7 +1,8 @@
-"""Record what transformers' greedy decoding writes for the clips and prompts of the real-model tests.
+r"""Record what transformers' greedy decoding writes for the clips and prompts of the real-model tests.
 
     python tests/record_golden.py tiny.en FOLDER --heads recurrent > tests/golden/whisper-tiny.en.jsonl
-    python tests/record_golden.py tiny.en FOLDER --heads medusa > tests/golden/whisper-tiny.en-plain-heads.jsonl
+    python tests/record_golden.py tiny.en FOLDER --heads medusa --only cards/002.wav "very short" librivox/... \
+        > tests/golden/whisper-tiny.en-plain-heads.jsonl
     python tests/record_golden.py tiny.en FOLDER_OF_8_BITS > tests/golden/whisper-tiny.en-8bit.jsonl
     python tests/record_golden.py base FOLDER > tests/golden/whisper-base.jsonl
     python tests/record_golden.py meralion2 SMALL/meralion2 > tests/golden/small-meralion2.jsonl

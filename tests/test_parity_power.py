@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from clips import samples_of
 from golden import FLOAT32, HEADS, failures, golden
@@ -42,7 +41,7 @@ class Encoded:
 @pytest.fixture(scope="module")
 def inputs(speech_dir):
     clips = [Input(name, samples_of(speech_dir / name)) for name in CLIPS]
-    return [*clips, Input("silence", np.zeros(480_000, np.float32))]
+    return [*clips, Input("very short", clips[1].content[:1600])]
 
 
 @pytest.fixture(scope="module")
