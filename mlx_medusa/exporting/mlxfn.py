@@ -81,10 +81,11 @@ def encoder(model: Model, drafter: Drafter | None) -> Traced:
 
     def run(samples: mx.array) -> Arrays:
         encoded = model.encode(window_mel(samples, model.args.num_mel_bins)[None])
-        layers: list[Any] = [*model.model.decoder.layers]
+        found: list[Any] = [layer.encoder_attn.keys_values(encoded) for layer in model.model.decoder.layers]
         if isinstance(drafter, RecurrentDrafter):
-            layers += drafter.heads.layers
-        return [_row_major(array) for layer in layers for array in layer.encoder_attn.keys_values(encoded)]
+            pooled = drafter.heads.pooled(encoded)
+            found += [layer.encoder_attn.keys_values(pooled) for layer in drafter.heads.layers]
+        return [_row_major(array) for pair in found for array in pair]
 
     return run
 

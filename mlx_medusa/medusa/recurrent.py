@@ -107,7 +107,13 @@ class RecurrentHeads(nn.Module):
         self.layer_norm = nn.LayerNorm(dim)
 
     def attend(self, memory: mx.array) -> Memory:
-        """K and V per layer of a memory [B, S, D]: once per sequence, contiguous as attention reads them.
+        """K and V per layer of a memory [B, S, D]: once per sequence, contiguous as attention reads them."""
+        pooled = self.pooled(memory)
+        found = [layer.encoder_attn.keys_values(pooled) for layer in self.layers]
+        return [(mx.contiguous(keys), mx.contiguous(values)) for keys, values in found]
+
+    def pooled(self, memory: mx.array) -> mx.array:
+        """Memory [B, S, D] -> [B, S / memory_pool, D].
 
         A guess needs to know which word comes, not where its sounds begin to 20 ms, so neighbouring rows are averaged
         first, and every guess reads that much less.
@@ -115,8 +121,7 @@ class RecurrentHeads(nn.Module):
         if (pool := min(self.args.memory_pool, memory.shape[1])) > 1:
             rows = memory.shape[1] // pool
             memory = memory[:, : rows * pool].reshape(len(memory), rows, pool, -1).mean(axis=2)
-        found = [layer.encoder_attn.keys_values(memory) for layer in self.layers]
-        return [(mx.contiguous(keys), mx.contiguous(values)) for keys, values in found]
+        return memory
 
     def __call__(
         self, state: mx.array, embedded: mx.array, memory: Memory, attend: Attend = attention
