@@ -75,6 +75,8 @@ def add_fit(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--draft-vocabulary", type=int, metavar="N", help="guess only among the N most frequent tokens"
     )
+    p.add_argument("--loss-vocabulary", type=int, metavar="N",
+                   help="train among the N most frequent of those, which is cheaper (default: among all)")  # fmt: skip
     p.add_argument("--draft-rank", type=int, default=0, metavar="R",
                    help="screen those tokens in R directions first, to read fewer bytes (default: no)")  # fmt: skip
     p.add_argument("--vocabulary-text", type=Path, nargs="+", metavar="FILE", default=[],

@@ -47,6 +47,7 @@ class FitOptions:
         4  # of causal heads: tokens in a row that tell where the same came before; 0: they don't look
     )
     draft_vocabulary: int | None = None
+    loss_vocabulary: int | None = None  # train among so many of these, which is cheaper; None: among all
     draft_rank: int = 0  # screen the draft vocabulary in so many directions; 0: read it in full
     epochs: int = 12
     batch: int = 2
@@ -73,6 +74,8 @@ class FitOptions:
                 raise OptionError(f"{name} is {getattr(self, name)}, but must be at least 1")
         if self.draft_rank and self.draft_vocabulary is None:
             raise OptionError("draft_rank does nothing without draft_vocabulary")
+        if self.loss_vocabulary is not None and (self.draft_vocabulary or 0) < self.loss_vocabulary:
+            raise OptionError("loss_vocabulary must be a part of draft_vocabulary")
         if not 0 < self.held_out < 1:
             raise OptionError(f"held_out is {self.held_out}, but must be between 0 and 1")
 
@@ -115,6 +118,10 @@ class Fit:
             counts = counts / max(counts.sum(), 1) + text_counts / max(text_counts.sum(), 1)
         ids = draft_vocabulary(counts, options.draft_vocabulary, harvest.index["eos"])
         self.target = Target(model, ids, harvest.index["vocab_size"])
+        self.learned = self.target
+        if options.loss_vocabulary is not None:
+            few = draft_vocabulary(counts, options.loss_vocabulary, harvest.index["eos"])
+            self.learned = Target(model, few, harvest.index["vocab_size"])
         self.basis = mx.array(harvest.directions(self.train, options.draft_rank))
         self.config = start.config(options, model.args)
         mx.random.seed(options.seed)
@@ -208,7 +215,7 @@ class Fit:
         return loss_of_batch(
             heads,
             batch,
-            self.target,
+            self.learned,
             options.num_heads,
             options.loss_decay,
             options.imitation,
