@@ -246,7 +246,14 @@ def write_heads(
             if size % recipe.group_size:
                 raise OptionError(f"--q-heads: hidden size {size} is no multiple of {recipe.group_size}")
         config["quantization"] = recipe.high_settings  # few parameters, so a mixed recipe spares them
-    writer = ShardWriter(folder, "medusa", metadata={"medusa": json.dumps(config)}, shard_bytes=1 << 62)
+    about = json.dumps(config)
+    writer = ShardWriter(
+        folder,
+        "medusa",
+        metadata={"medusa": about},
+        header_bytes=4096 + 2 * len(about) + 600 * len(arrays),  # up to three tensors for each
+        shard_bytes=1 << 62,
+    )
     for name in sorted(arrays):
         array = arrays.pop(name)
         if mx.issubdtype(array.dtype, mx.floating):

@@ -60,7 +60,7 @@ TEXT = Demo(
     base=("SmolLM2-135M-Instruct.Q4_1.gguf",),
     weights=("SmolLM2-135M-Instruct.Q4_1.gguf",),
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    revision=1,
+    revision=2,
     kind="recurrent",
 )
 

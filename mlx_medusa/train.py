@@ -75,6 +75,8 @@ def add_fit(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--draft-vocabulary", type=int, metavar="N", help="guess only among the N most frequent tokens"
     )
+    p.add_argument("--loss-vocabulary", type=int, metavar="N",
+                   help="train among the N most frequent of those, which is cheaper (default: among all)")  # fmt: skip
     p.add_argument("--draft-rank", type=int, default=0, metavar="R",
                    help="screen those tokens in R directions first, to read fewer bytes (default: no)")  # fmt: skip
     p.add_argument("--vocabulary-text", type=Path, nargs="+", metavar="FILE", default=[],
@@ -98,6 +100,7 @@ def add_fit(p: argparse.ArgumentParser) -> None:
     p.add_argument("--start", metavar="HEADS", help="begin from these trained heads (default: from the base)")
     p.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     p.add_argument("--heads-dtype", choices=DTYPES, default="float16", help="default: %(default)s")
+    p.add_argument("--heads-bits", type=int, help="quantize the written heads (default: no)")
     p.add_argument("--export", choices=("whisper", "meralion", "vicuna"), action="append", default=[],
                    help="also write plain heads in the layout of this system, in OUTPUT/export-NAME")  # fmt: skip
     p.add_argument("--data", help="for the card: where the audio or the prompts are from, and the licence")
@@ -225,7 +228,7 @@ def run_fit(args: argparse.Namespace) -> int:
     for name in TEXT_FIT:
         if getattr(args, name) is None:
             setattr(args, name, defaults[name])
-    options = chosen(FitOptions, args, dtype=args.heads_dtype)
+    options = chosen(FitOptions, args, dtype=args.heads_dtype, bits=args.heads_bits)
     command = ["python -m mlx_medusa.train", *(sys.argv[1:])]
     transcriber, folder = load_writer(args, medusa=False) if text else load(args, medusa=False)
     texts = None

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from tqdm import tqdm
 
 from mlx_medusa.errors import MedusaError, OptionError, OutputError
@@ -47,6 +47,7 @@ class FitOptions:
         4  # of causal heads: tokens in a row that tell where the same came before; 0: they don't look
     )
     draft_vocabulary: int | None = None
+    loss_vocabulary: int | None = None  # train among so many of these, which is cheaper; None: among all
     draft_rank: int = 0  # screen the draft vocabulary in so many directions; 0: read it in full
     epochs: int = 12
     batch: int = 2
@@ -62,6 +63,7 @@ class FitOptions:
     held_out: float = 0.1  # of the files
     hours: float | None = None
     dtype: str = "float16"  # of the written heads
+    bits: int | None = None  # to which their matrices are quantized; None: they are not
     start: str | None = None  # trained heads to go on from, such as those of a larger harvest
     seed: int = 0
 
@@ -73,6 +75,8 @@ class FitOptions:
                 raise OptionError(f"{name} is {getattr(self, name)}, but must be at least 1")
         if self.draft_rank and self.draft_vocabulary is None:
             raise OptionError("draft_rank does nothing without draft_vocabulary")
+        if self.loss_vocabulary is not None and (self.draft_vocabulary or 0) < self.loss_vocabulary:
+            raise OptionError("loss_vocabulary must be a part of draft_vocabulary")
         if not 0 < self.held_out < 1:
             raise OptionError(f"held_out is {self.held_out}, but must be between 0 and 1")
 
@@ -103,7 +107,10 @@ class Fit:
         """``text_counts`` [V]: how often ids come in other texts; it counts as much as the harvest for the draft
         vocabulary. Raises CheckpointError for a harvest of another model, OptionError for a folder with another run.
         """
+        from convert.quantize import recipe  # not needed to transcribe
+
         self.options = options = options or FitOptions()
+        self._recipe = recipe(options.bits) if options.bits is not None else None
         self.model, self.harvest, self.folder = model, harvest, Path(folder)
         identity = fingerprint(model_folder)
         harvest.check(identity, str(model.embed(mx.array([0])).dtype).rpartition(".")[2])
@@ -115,6 +122,10 @@ class Fit:
             counts = counts / max(counts.sum(), 1) + text_counts / max(text_counts.sum(), 1)
         ids = draft_vocabulary(counts, options.draft_vocabulary, harvest.index["eos"])
         self.target = Target(model, ids, harvest.index["vocab_size"])
+        self.learned = self.target
+        if options.loss_vocabulary is not None:
+            few = draft_vocabulary(counts, options.loss_vocabulary, harvest.index["eos"])
+            self.learned = Target(model, few, harvest.index["vocab_size"])
         self.basis = mx.array(harvest.directions(self.train, options.draft_rank))
         self.config = start.config(options, model.args)
         mx.random.seed(options.seed)
@@ -208,7 +219,7 @@ class Fit:
         return loss_of_batch(
             heads,
             batch,
-            self.target,
+            self.learned,
             options.num_heads,
             options.loss_decay,
             options.imitation,
@@ -225,10 +236,9 @@ class Fit:
         return peak * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, total - warm)))
 
     def score(self, sequences: list[Decoded]) -> Scores:
-        """How good the heads, rounded to the type they are written in, are on some sequences."""
+        """How good the heads, rounded as they are written, are on some sequences."""
         kept = self.heads.parameters()
-        kind = getattr(mx, self.options.dtype)
-        self.heads.update(tree_map(lambda p: p.astype(kind).astype(mx.float32), kept))
+        self.heads.update(tree_map_with_path(self._rounded, kept))
         scores = Scores(self.options.num_heads)
         usable = sorted((one for one in sequences if one.length > 1), key=lambda one: one.length)
         for first in range(0, len(usable), self.options.batch):
@@ -236,6 +246,14 @@ class Fit:
             scores.add(self.heads, self.harvest.batch(members, self.options.num_heads), self.target)
         self.heads.update(kept)
         return scores
+
+    def _rounded(self, name: str, array: mx.array) -> mx.array:
+        """A parameter as its readers will have it."""
+        array = array.astype(getattr(mx, self.options.dtype))
+        if self._recipe is not None and array.ndim > 1 and name.endswith("weight"):
+            settings = self._recipe.high_settings
+            array = mx.dequantize(*mx.quantize(array, **settings), **settings)
+        return array.astype(mx.float32)
 
     # --- files ---
 
@@ -250,7 +268,7 @@ class Fit:
             if self.options.draft_rank:
                 config["draft_rank"] = self.options.draft_rank
                 arrays["draft_basis"] = self.basis
-        write_heads(self.folder, config, arrays, getattr(mx, self.options.dtype), None)
+        write_heads(self.folder, config, arrays, getattr(mx, self.options.dtype), self._recipe)
 
     def _save(self) -> None:
         """Write the checkpoint and the log, each whole or not at all."""
