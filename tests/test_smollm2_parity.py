@@ -37,14 +37,14 @@ def test_float16_weights(folder):
     record = golden("smollm2-135m")
     assert is_recorded(record, folder)
     assert len(record.entries) == 22
-    assert not held(folder, record, 22, [5])
-    assert not held(folder, record, 2, [1, 3])
+    assert not held(folder, record, 22, [16])
+    assert not held(folder, record, 2, [1, 3, 5])
 
 
-@pytest.mark.parametrize("name", ["6bit", "mxfp4"])
+@pytest.mark.parametrize("name", ["8bit", "4bit"])
 def test_quantized_weights(folder, tmp_path, name):
     convert(base=folder, mlx_path=tmp_path / "model", **QUANTIZED[name])
     record = golden(f"smollm2-135m-{name}")
     if not is_recorded(record, tmp_path / "model"):
         pytest.skip("this machine rounds to other quantized weights than those recorded")
-    assert not held(tmp_path / "model", record, 3, [5])
+    assert not held(tmp_path / "model", record, 3, [8])
