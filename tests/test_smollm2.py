@@ -12,7 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import REINSTALL, converted, unavailable
+from conftest import converted, unavailable
 from tokenizers import Tokenizer
 
 from convert import convert
@@ -32,9 +32,9 @@ END = 2  # <|im_end|>
 def folder(tmp_path_factory):
     file = package_file(TEXT.package, *TEXT.weights)
     if file is None:
-        unavailable(f"{TEXT.package} is not installed: {REINSTALL}")
+        unavailable(f"{TEXT.package} is not installed: {TEXT.install}")
         raise AssertionError
-    check_sha256(file, TEXT.sha256, cure=REINSTALL)
+    check_sha256(file, TEXT.sha256, cure=TEXT.install)
     return converted(file, tmp_path_factory.mktemp("smollm2"))
 
 

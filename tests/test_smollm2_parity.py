@@ -1,7 +1,7 @@
 """A real text model, SmolLM2-135M-Instruct, against the golden records of the oracle, in float16 and quantized."""
 
 import pytest
-from conftest import REINSTALL, unavailable
+from conftest import unavailable
 from golden import FLOAT32, QUANTIZED, failures, golden, is_recorded
 
 from convert import convert
@@ -17,7 +17,7 @@ def folder(tmp_path_factory):
     """As the GGUF file has it, its 4 bits expanded to float16."""
     file = package_file(TEXT.package, *TEXT.weights)
     if file is None:
-        unavailable(f"{TEXT.package} is not installed: {REINSTALL}")
+        unavailable(f"{TEXT.package} is not installed: {TEXT.install}")
     target = tmp_path_factory.mktemp("smollm2") / "model"
     convert(base=file, mlx_path=target, dequantize=True)
     return target

@@ -1,6 +1,5 @@
 """Read a model folder without MLX: settings, tensors (dequantized) and the fingerprint of its weights."""
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_medusa.digest import sha256
 from mlx_medusa.errors import CheckpointError
 from mlx_medusa.reference.quantized import dequantize
 
@@ -76,7 +76,7 @@ class Folder:
 
     def fingerprint(self) -> str:
         """SHA-256 of the bytes of the weight files, as the cards of heads have it."""
-        return _sha256(self.files())
+        return sha256(self.files(), cure="convert the model again")
 
 
 def heads_file(path: Path) -> Path:
@@ -86,19 +86,7 @@ def heads_file(path: Path) -> Path:
 
 def heads_fingerprint(path: Path) -> str:
     """SHA-256 of the file of the heads in a folder, or of the file itself."""
-    return _sha256([heads_file(path)])
-
-
-def _sha256(files: list[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in files:
-        try:
-            with path.open("rb") as file:
-                while block := file.read(1 << 20):
-                    digest.update(block)
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror or error}: convert the model again") from error
-    return digest.hexdigest()
+    return sha256([heads_file(path)], cure="convert the model again")
 
 
 def read_tensors(files: list[Path], quantization: dict[str, Any] | None) -> dict[str, Any]:

@@ -7,7 +7,6 @@ in the verifier's type, the states that predicted them; ``stamped`` instead of `
 A shard covers whole files, and is in the index only when it is whole, so a harvest goes on where it was killed.
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from tqdm import tqdm
 
 from mlx_medusa import checkpoint
 from mlx_medusa.audio import ENDINGS, SAMPLE_RATE, read_blocks
+from mlx_medusa.digest import sha256
 from mlx_medusa.errors import AudioError, CheckpointError, OptionError, OutputError
 from mlx_medusa.medusa.cache import KVCache
 from mlx_medusa.medusa.decode import Limits, Verifier
@@ -92,12 +92,7 @@ def _manifest(path: Path) -> Iterator[Path]:
 
 def fingerprint(folder: Path) -> str:
     """SHA-256 of the bytes of a model folder's weights."""
-    digest = hashlib.sha256()
-    for path in checkpoint.weight_files(folder):
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
+    return sha256(checkpoint.weight_files(folder), cure="convert the model again")
 
 
 def greedy(
