@@ -52,6 +52,8 @@ def add_harvest(p: argparse.ArgumentParser) -> None:
     p.add_argument("--files-per-shard", type=int, default=50, help="default: %(default)s")
     p.add_argument("--max-tokens", type=int, default=192, help="of an answer (default: %(default)s)")
     p.add_argument("--prompts-per-shard", type=int, default=96, help="default: %(default)s")
+    p.add_argument("--torch", choices=DTYPES, help="answer prompts with PyTorch in this precision: on CUDA if there is "
+                   "a GPU, and far faster than MLX on a CPU that has bfloat16")  # fmt: skip
 
 
 def add_fit(p: argparse.ArgumentParser) -> None:
@@ -192,15 +194,27 @@ def harvest_prompts(args: argparse.Namespace) -> int:
         writer.model,
         writer.tokenizer.chat,
         sorted(writer.tokenizer.stops),
-        describe(writer.model, folder),
+        describe(writer.model, folder, args.torch),
         read_prompts(args.audio),
         args.output,
         options,
+        answer=torch_answers(folder, args.torch) if args.torch else None,
         progress=True,
     )
     if left_out:
         print(f"train: skipped: {left_out} prompts that do not fit the model's context", file=sys.stderr)
     return 1 if left_out else 0
+
+
+def torch_answers(folder: Path, dtype: str) -> Any:
+    """What answers prompts with PyTorch."""
+    try:
+        from mlx_medusa.training.harvest_torch import TorchAnswers
+    except ImportError:
+        raise OptionError(
+            '--torch: PyTorch and transformers are not installed: pip install "mlx-medusa[reference]"'
+        ) from None
+    return TorchAnswers(folder, dtype)
 
 
 def name_errors(errors: Sequence[MedusaError]) -> int:

@@ -103,7 +103,10 @@ class Right:
         self.text, self.max_drafts, self.at = text, most, 0
 
     def begin(self, reference, memory):
-        self.at = 0
+        self.at, self.states = 0, 0
+
+    def read(self, tokens, states):
+        self.states += len(states)
 
     def propose(self, hidden, pending, count):
         self.at = next(i for i in range(self.at, len(self.text)) if self.text[i] == pending)
@@ -123,6 +126,7 @@ def test_right_guesses_are_taken_and_wrong_ones_end_a_pass(whisper):
     assert found.tokens == plain.tokens
     # the first is decided by the prefill; places 2, 5, 8, 11 are guessed wrong, so a pass ends with each of them
     assert found.rounds == [2, 3, 3, 3, 1]
+    assert oracle.drafter.states == len(task.prompt) + 12  # of all but the last token, once each
 
 
 @pytest.mark.parametrize("kind", ["gated", "plain"])

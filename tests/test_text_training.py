@@ -7,19 +7,26 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from golden import FLOAT32, failures
 from make_prompts import prompts as made_prompts
 from prompt_parts import KINDS
 from text_models import write_text_model
 
-from mlx_medusa import load
+from mlx_medusa import load, reference
 from mlx_medusa.errors import CheckpointError, OptionError
 from mlx_medusa.medusa.causal import CausalArgs, Past
+from mlx_medusa.parity.candidate import candidate_of
+from mlx_medusa.parity.check import check
+from mlx_medusa.parity.inputs import Input
+from mlx_medusa.parity.record import record
+from mlx_medusa.parity.records import Asked
 from mlx_medusa.train import main
 from mlx_medusa.training import harvest_text as harvesting
 from mlx_medusa.training import regress
 from mlx_medusa.training.data_text import find_matches, open_harvest
 from mlx_medusa.training.fit import Fit, FitOptions
 from mlx_medusa.training.harvest_text import TextOptions, describe, harvest_text, read_prompts
+from mlx_medusa.training.harvest_torch import TorchAnswers
 from mlx_medusa.training.objective import Scores, guess_states
 
 OPTIONS = TextOptions(max_tokens=30, batch=4, prompts_per_shard=6)
@@ -55,12 +62,11 @@ def prompts(tmp_path_factory):
     return path
 
 
-def run(generator, model, source, target, options=OPTIONS):
+def run(generator, model, source, target, options=OPTIONS, answer=None):
     settings = describe(generator.model, model)
     stops = sorted(generator.tokenizer.stops)
-    return harvest_text(
-        generator.model, generator.tokenizer.chat, stops, settings, read_prompts([source]), target, options
-    )
+    chat, prompts = generator.tokenizer.chat, read_prompts([source])
+    return harvest_text(generator.model, chat, stops, settings, prompts, target, options, answer=answer)
 
 
 @pytest.fixture(scope="module")
@@ -253,6 +259,59 @@ def test_a_map_is_solved_by_least_squares():
     found = np.array(regress._solve(iter(pieces), (3, 7)))
     expected = np.linalg.lstsq(given, wanted, rcond=None)[0].T
     assert np.abs(found - expected).max() < 0.03  # a small ridge
+
+
+# ------------------------------------------------------------------------------------------- PyTorch
+
+
+def test_pytorch_decides_as_many_tokens_a_pass(fitted, model, prompts):
+    """A Medusa loop and causal heads written for PyTorch, against the engine, both in float32."""
+    oracle = reference.load(model, heads=fitted.folder, device="cpu")
+    questions = [messages[0]["content"] for messages in read_prompts([prompts])]
+    inputs = [Input(question, question) for question in questions]
+    asked = [Asked(max_tokens=40, chat=True)]
+    entries = list(record(oracle, ((one, asked) for one in inputs), width=4))
+    assert sum(map(len, (entry.rounds for entry in entries))) < 0.8 * sum(
+        len(entry.tokens) for entry in entries
+    )
+    candidate = candidate_of(load(model, heads=fitted.folder))
+    results = list(check(candidate, entries, inputs, FLOAT32, [4], rounds_width=4))
+    assert len(results) == 14
+    assert not failures(results)
+
+
+def test_pytorch_answers_as_mlx_does(harvested, generator, model, prompts, tmp_path):
+    run(generator, model, prompts, tmp_path / "h", answer=TorchAnswers(model, "float32", "cpu"))
+    ours, theirs = open_harvest(harvested), open_harvest(tmp_path / "h")
+    assert [one.file for one in ours.sequences] == [one.file for one in theirs.sequences]
+    for mine, one in zip(ours.sequences, theirs.sequences, strict=True):
+        assert theirs.prompt(one).tolist() == ours.prompt(mine).tolist()
+        assert theirs.read(one.shard, one.tokens).tolist() == ours.read(mine.shard, mine.tokens).tolist()
+        for name in ("memory", "hidden"):
+            found = theirs.read(one.shard, getattr(one, name)).astype(np.float32)
+            expected = ours.read(mine.shard, getattr(mine, name)).astype(np.float32)
+            assert found.shape == expected.shape
+            assert np.abs(found - expected).max() < 2e-3 * np.abs(expected).max()
+
+
+def test_pytorch_in_half_precision_by_command(model, prompts, harvested, tmp_path, capsys):
+    harvest = ["harvest", str(prompts), "-o", str(tmp_path / "h"), "--max-tokens", "30", "--batch", "4"]
+    harvest += ["--prompts-per-shard", "6", "--model", str(model)]
+    assert main([*harvest, "--torch", "bfloat16"]) == 0
+    index, other = (json.loads((folder / "index.json").read_text()) for folder in (tmp_path / "h", harvested))
+    assert index.pop("torch") == "bfloat16"
+    assert other.pop("torch") is None
+    assert index == other
+    assert main(harvest) == 1
+    assert "torch 'bfloat16', not None" in capsys.readouterr().err
+    options = FitOptions(epochs=1, **FIT)
+    Fit(load(model, medusa=False).model, model, open_harvest(tmp_path / "h"), tmp_path / "f", options).run()
+
+
+def test_pytorch_answers_for_llamas_only(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "whisper"}')
+    with pytest.raises(OptionError, match="only for llama, mistral"):
+        TorchAnswers(tmp_path, "float32")
 
 
 # ------------------------------------------------------------------------------------------- settings and commands

@@ -38,6 +38,10 @@ class Drafter(Protocol):
 
     def begin(self, reference: "Reference", memory: torch.Tensor | None) -> None: ...
 
+    def read(self, tokens: Sequence[int], states: torch.Tensor) -> None:
+        """Be told of tokens [n] that are decided and read, and of the verifier's states [n, D] of them."""
+        ...
+
     def propose(self, hidden: torch.Tensor, pending: int, count: int) -> list[int]:
         """The state [D] that predicted ``pending`` -> at most ``count`` guesses."""
         ...
@@ -149,12 +153,14 @@ def medusa(sequence: Sentence, task: Task, max_length: int, drafter: Drafter, wi
     room = min(task.max_tokens, max_length - len(tokens))
     hidden, logits = sequence.step(tokens)
     state = hidden[-1]
+    drafter.read(tokens, hidden)
     found.append(choose(tokens, logits[-1], task.processors))
     tokens.append(found.tokens[-1])
     while len(found.tokens) < room and found.tokens[-1] not in task.eos:
         count = min(width - 1, room - len(found.tokens) - 1)
         drafts = drafter.propose(state, tokens[-1], count) if count > 0 else []
-        hidden, logits = sequence.step([tokens[-1], *drafts])
+        ahead = [tokens[-1], *drafts]
+        hidden, logits = sequence.step(ahead)
         decided = 0
         for row, draft in enumerate([*drafts, None]):
             chosen = choose(tokens, logits[row], task.processors)
@@ -164,6 +170,7 @@ def medusa(sequence: Sentence, task: Task, max_length: int, drafter: Drafter, wi
             if chosen.token != draft or chosen.token in task.eos:
                 break
         state = hidden[decided - 1]
+        drafter.read(ahead[:decided], hidden[:decided])
         sequence.rewind(len(drafts) + 1 - decided)
         found.rounds.append(decided)
     return found

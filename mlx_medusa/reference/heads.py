@@ -1,6 +1,7 @@
-"""Medusa heads and the recurrent block in PyTorch, from the description of their files."""
+"""Medusa heads and the recurrent blocks in PyTorch, from the description of their files."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def load_drafter(path: Path, where: Place) -> Drafter:
         name: t.to(where.device, where.dtype if t.is_floating_point() else None)
         for name, t in tensors.items()
     }
-    kinds: dict[str, Any] = {"medusa": MedusaHeads, "recurrent": RecurrentHeads}
+    kinds: dict[str, Any] = {"medusa": MedusaHeads, "recurrent": RecurrentHeads, "causal": CausalHeads}
     kind = config.get("type", "medusa")
     if kind not in kinds:
         raise CheckpointError(f"{path}: heads of type {kind!r} are not known to the reference")
@@ -81,6 +82,9 @@ class MedusaHeads:
     def begin(self, reference: Reference, memory: torch.Tensor | None) -> None:
         self._guess.begin(reference)
 
+    def read(self, tokens: Sequence[int], states: torch.Tensor) -> None:
+        """Nothing of earlier tokens is kept."""
+
     def propose(self, hidden: torch.Tensor, pending: int, count: int) -> list[int]:
         return self.guesses(hidden, min(count, self.max_drafts)).tolist()
 
@@ -114,6 +118,9 @@ class RecurrentHeads:
         self._guess.begin(reference)
         self._embed = reference.embed
         self._memory = self.keys_values(memory[0])
+
+    def read(self, tokens: Sequence[int], states: torch.Tensor) -> None:
+        """Nothing of earlier tokens is kept."""
 
     def keys_values(self, memory: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
         """[S, D] -> K and V [heads, S / memory_pool, d] per layer"""
@@ -164,3 +171,108 @@ class RecurrentHeads:
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, x.shape, self._tensors[f"{name}.weight"], self._tensors[f"{name}.bias"])
+
+
+class CausalHeads:
+    """One Llama block, run once per guess: it joins state and token with the state and the next token of the place
+    where the newest tokens came before, and attends to the verifier's states of all tokens so far.
+    """
+
+    def __init__(self, config: dict[str, Any], tensors: Tensors):
+        self.max_drafts = int(config["num_heads"])
+        self._longest = int(config.get("match_length", 0))
+        self._layers = [f"layers.{layer}" for layer in range(int(config["num_layers"]))]
+        self._groups, self._size = int(config["key_value_heads"]), int(config["head_dim"])
+        half = torch.arange(0, self._size, 2) / self._size
+        self._frequencies = float(config["rope_theta"]) ** -half.double()
+        self._eps = float(config.get("norm_eps", 1e-5))
+        self._tensors = tensors
+        self._guess = _Guesser(tensors)
+        self._embed: Any = None
+
+    def begin(self, reference: Reference, memory: torch.Tensor | None) -> None:
+        self._guess.begin(reference)
+        self._embed = reference.embed
+        self._tokens: list[int] = []
+        self._states: list[torch.Tensor] = []  # [D] each
+        self._memory: list[list[tuple[torch.Tensor, torch.Tensor]]] = [
+            [] for _ in self._layers
+        ]  # K, V per token
+
+    def read(self, tokens: Sequence[int], states: torch.Tensor) -> None:
+        """Keep the verifier's states [n, D] of tokens that are decided and read."""
+        for token, state in zip(tokens, states, strict=True):
+            normed = self._norm("state_norm", state)
+            for name, kept in zip(self._layers, self._memory, strict=True):
+                row = self._norm(f"{name}.input_layernorm", normed)
+                keys = self._split(f"{name}.self_attn.k_proj", row)
+                values = self._split(f"{name}.self_attn.v_proj", row)
+                kept.append((self._turn(keys, len(self._states)), values))
+            self._tokens.append(token)
+            self._states.append(state)
+
+    def propose(self, hidden: torch.Tensor, pending: int, count: int) -> list[int]:
+        recent, guesses = [*self._tokens, pending], []
+        memory = [tuple(torch.stack(rows, 1) for rows in zip(*kept, strict=True)) for kept in self._memory]
+        state = hidden
+        for depth in range(min(count, self.max_drafts)):
+            state = self._next(state, recent, len(self._tokens) + depth, memory)
+            recent.append(int(self._guess(state)))
+            guesses.append(recent[-1])
+        return guesses
+
+    def _next(self, state: torch.Tensor, recent: list[int], position: int, memory: Any) -> torch.Tensor:
+        joined = [self._norm("state_norm", state), self._norm("token_norm", self._embedded(recent[-1]))]
+        if self._longest:
+            place, length = self._place(recent)
+            for part in ("state_norm", "token_norm"):
+                found = self._states[place] if part == "state_norm" else self._embedded(recent[place + 1])
+                joined.append(self._norm(part, found) if length else torch.zeros_like(state))
+            gates = self._tensors["gates"].reshape(self._longest + 1, -1)
+            x = self._linear("joint", torch.cat(joined) * gates[length])
+        else:
+            x = self._linear("joint", torch.cat(joined))
+        for name, (keys, values) in zip(self._layers, memory, strict=True):
+            row = self._norm(f"{name}.input_layernorm", x)
+            query = self._turn(self._split(f"{name}.self_attn.q_proj", row), position)
+            query = query.reshape(self._groups, -1, self._size)
+            weights = torch.softmax(query @ keys.transpose(1, 2) / math.sqrt(self._size), -1)
+            x = x + self._linear(f"{name}.self_attn.o_proj", (weights @ values).reshape(-1))
+            row = self._norm(f"{name}.post_attention_layernorm", x)
+            gate, up = (self._linear(f"{name}.mlp.{part}_proj", row) for part in ("gate", "up"))
+            x = x + self._linear(f"{name}.mlp.down_proj", F.silu(gate) * up)
+        return self._norm("norm", x)
+
+    def _place(self, recent: list[int]) -> tuple[int, int]:
+        """Where among the tokens read the newest ones came before, and how many are the same: the longest, then the
+        latest.
+        """
+        best = (0, -1)
+        for place in range(len(self._tokens)):
+            length = 0
+            while (
+                length < min(self._longest, place + 1) and self._tokens[place - length] == recent[-1 - length]
+            ):
+                length += 1
+            best = max(best, (length, place))
+        return best[1], best[0]
+
+    def _embedded(self, token: int) -> torch.Tensor:
+        return self._embed(torch.tensor([token], device=self._states[-1].device))[0]
+
+    def _split(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """[D] -> [heads, d]"""
+        return self._linear(name, x).reshape(-1, self._size)
+
+    def _turn(self, x: torch.Tensor, position: int) -> torch.Tensor:
+        """Rotary positions of [heads, d]: number i of the first half turns with number i of the second."""
+        angles = (position * self._frequencies).to(x.device, torch.float32)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        first, second = x.chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._tensors[f"{name}.weight"])
+
+    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, x.shape, self._tensors[f"{name}.weight"], self._eps)

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ _ROWS = 16_384  # rows of a prefill pass
 _HEADER_BYTES = 1 << 18
 
 Messages = list[dict[str, str]]
+# prompts, limits -> per prompt the decided tokens and the states, see ``greedy_batch``
+Answer = Callable[[Sequence[Sequence[int]], Limits], list[tuple[list[int], mx.array, mx.array]]]
 Encode = Callable[[Messages], list[int]]  # messages -> token ids of the whole prompt
 
 
@@ -73,9 +76,10 @@ def read_prompts(paths: Iterable[str | Path]) -> list[Messages]:
     return found
 
 
-def describe(model: Any, folder: Path) -> dict[str, Any]:
-    """What a harvest says of its model: SHA-256 of the weights, type, sizes."""
+def describe(model: Any, folder: Path, torch: str | None = None) -> dict[str, Any]:
+    """What a harvest says of its model: SHA-256 of the weights, type, sizes; if PyTorch answers, its precision."""
     return {
+        "torch": torch,
         "fingerprint": fingerprint(folder),
         "dtype": str(model.embed(mx.array([0])).dtype).rpartition(".")[2],
         "hidden_size": model.args.hidden_size,
@@ -97,14 +101,17 @@ def harvest_text(
     target: Path,
     options: TextOptions | None = None,
     *,
+    answer: Answer | None = None,
     progress: bool = False,
 ) -> int:
     """Answer prompts into the harvest ``target``, going on with one that is there; how many did not fit the context.
 
-    ``settings`` (fingerprint, dtype, hidden_size, vocab_size) tell which model it is of. Raises CheckpointError if
+    ``settings`` (fingerprint, dtype, hidden_size, vocab_size) tell which model it is of, ``answer`` how it decodes;
+    without, ``verifier`` does. Raises CheckpointError if
     ``target`` is a harvest of another one, or was made with other options.
     """
     options = options or TextOptions()
+    answer = answer or partial(greedy_batch, verifier)
     index = open_index(
         target,
         {
@@ -124,13 +131,13 @@ def harvest_text(
     with tqdm(total=len(names), unit="prompt", desc="harvested", disable=None if progress else True) as bar:
         for first in range(0, len(names), options.prompts_per_shard):
             members = {name: fitting[name] for name in names[first : first + options.prompts_per_shard]}
-            _write_shard(verifier, members, target, index, limits, options.batch)
+            _write_shard(answer, members, target, index, limits, options.batch)
             bar.update(len(members))
     return len(rest) - len(fitting)
 
 
 def _write_shard(
-    verifier: Any,
+    answer: Answer,
     prompts: dict[str, list[int]],
     folder: Path,
     index: dict[str, Any],
@@ -142,7 +149,7 @@ def _write_shard(
     writer = ShardWriter(folder, name, header_bytes=_HEADER_BYTES, shard_bytes=1 << 62)
     entries: list[dict[str, Any]] = []
     for members in _groups(prompts, batch):
-        answers = greedy_batch(verifier, [prompts[member] for member in members], limits)
+        answers = answer([prompts[member] for member in members], limits)
         for member, (tokens, memory, hidden) in zip(members, answers, strict=True):
             number = len(index["files"]) + len(entries)
             writer.add(f"{number}.prompt", mx.array(prompts[member], dtype=mx.int32))
